@@ -90,17 +90,6 @@ def test_docstring_of_the_decorator() -> None:
     assert {f"DISTWRAP{name}" for name in named} == {*VARIABLES, "DISTWRAP_DISABLE"}
 
 
-def test_signature_in_the_docs() -> None:
-    """docs/reference/options.md shows the options with their defaults."""
-    found = re.search(r"`@distributed\((strategy=[^`]*)\)`", (ROOT / "docs" / "reference" / "options.md").read_text())
-    assert found is not None
-    shown = {name: value for name, _, value in (item.partition("=") for item in re.split(r",\s+", found[1]))}
-    assert shown == {
-        name: f'"{field.default}"' if isinstance(field.default, str) else f"{field.default!r}".removesuffix(".0")
-        for name, field in FIELDS.items()
-    }
-
-
 def test_table_of_the_docs() -> None:
     """docs/reference/options.md has the table that the declarations make."""
     page = (ROOT / "docs" / "reference" / "options.md").read_text()

@@ -131,7 +131,7 @@ def test_the_wheel_runs_an_example_in_an_empty_environment(elsewhere: Path) -> N
 @pytest.mark.slow("builds and installs a wheel, and starts interpreters")
 @pytest.mark.timeout(300)
 def test_the_wheel_has_the_commands(elsewhere: Path) -> None:
-    """Installed from the wheel, ``python -m distwrap`` shows its commands and converts a script, as ``distwrap`` does."""
+    """Installed from the wheel, ``python -m distwrap`` shows its commands and converts a script; ``distwrap`` is it."""
     assert "convert-checkpoint" in run_elsewhere(elsewhere, "-m", "distwrap")
     script = subprocess.run([elsewhere / "env/bin/distwrap", "--version"], capture_output=True, text=True, timeout=100)
     assert distwrap.__version__ in script.stdout

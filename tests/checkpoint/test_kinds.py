@@ -352,7 +352,7 @@ def test_into_tells_what_is_missing(tmp_path: Path) -> None:
     assert torch.equal(deep.weight, model.weight)
     with pytest.raises(CheckpointError, match=r"no state\['nets'\]\[1\]\['deeper'\]. It has: 'deep'"):
         dw.load(tmp_path / "a.pt", into={"nets": [twin, {"deeper": deep}]})
-    with pytest.raises(CheckpointError, match="no list of 1"):
+    with pytest.raises(CheckpointError, match="is not a list of 1 entries"):
         dw.load(tmp_path / "a.pt", into={"nets": [twin]})
     with pytest.raises(RuntimeError, match="size mismatch"):
         dw.load(tmp_path / "a.pt", into={"nets": [nn.Linear(2, 2), {}]})

@@ -206,5 +206,8 @@ def test_items_without_batching_are_dealt_out(num_workers: int) -> None:
 
 def test_items_without_batching_that_do_not_go_round_are_refused() -> None:
     """Where items cannot be merged, exact mode refuses a number that does not divide, and names the other modes."""
-    with standing_on(0, 3), pytest.raises(LoaderError, match=r"40 items over 3 ranks.*Say mode='pad' or mode='drop'"):
+    with (
+        standing_on(0, 3),
+        pytest.raises(LoaderError, match=r"40 items cannot be divided over 3 ranks.*Say mode='pad' or mode='drop'"),
+    ):
         shard_loader(DataLoader(DATA, batch_size=None))
