@@ -28,6 +28,7 @@ def check(script: Script) -> Notes:
     """
     facts, notes = ScriptFacts(script), Notes(script.text)
     _data_parallel(facts, notes)
+    _star_import(facts, notes)
     if is_for_ranks(script):
         for rule in RULES:
             rule(facts, notes)
@@ -51,6 +52,16 @@ def _data_parallel(facts: ScriptFacts, notes: Notes) -> None:
             facts.script.line(call), "data-parallel", "DataParallel copies the model at each step, and its threads "
             "wait for one interpreter", "wrap_model(model) under @distributed; convert does it",
         )  # fmt: skip
+
+
+def _star_import(facts: ScriptFacts, notes: Notes) -> None:
+    for imported in facts.script.find(cst.ImportFrom):
+        if isinstance(imported.names, cst.ImportStar) and (path_of(imported.module) or "").startswith("distwrap"):
+            notes.add(
+                facts.script.line(imported), "star-import", "what a name means that comes by import * cannot be read "
+                "from the script, so faults in its use are not found", "import the names: from distwrap import "
+                "distributed, wrap_model, shard_loader",
+            )  # fmt: skip
 
 
 def _set_epoch(facts: ScriptFacts, notes: Notes) -> None:

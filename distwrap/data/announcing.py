@@ -11,8 +11,9 @@ from distwrap.data.sharding import Sharding
 from distwrap.group.world import World, say_once
 from distwrap.supervision.hang_report import Activity
 
+_ORDERS = {"torch": "the order of torch's DistributedSampler", "stream": "the same order on any number of ranks"}
 _IN_WORDS = {
-    "pad": "all ranks get equally many samples, some of them twice where the number does not divide",
+    "pad": "all ranks get equally many samples, a few of them twice",
     "exact": "each sample once",
     "drop": "samples that do not divide evenly are left out",
 }
@@ -30,7 +31,7 @@ def summary(loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Shardin
     words.append(f"mode {mode} ({_IN_WORDS[mode]})")
     shuffle = sampler.shuffle_of(0).order
     order = {"": "in order", "sampler": f"order of its {type(getattr(sampler, 'sampler', None)).__name__}"}
-    words.append(order.get(shuffle, f"shuffled, {shuffle} order"))
+    words.append(order.get(shuffle, f"shuffled in {_ORDERS.get(shuffle, shuffle)}"))
     over = (sampler.items or 0) % together % world_size
     if batch_size == "global" and mode == "exact" and over and not loader.drop_last:
         words.append(

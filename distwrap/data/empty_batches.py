@@ -1,9 +1,11 @@
-"""A batch without a sample, made from one that has some: for a rank that is out of data while the others go on."""
+"""Ranks without samples: a batch without any, for a rank that is out of data, and loaders that would have no step."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from distwrap.errors import LoaderError
 from distwrap.group.collectives import gather_object
@@ -91,3 +93,15 @@ class EmptyBatches:
             found = [batch for _, is_there, batch in everyone if is_there]
             self.batch = made if made is not _NONE else found[0]
             self._latest = _NONE
+
+
+def refuse_no_steps(loader: DataLoader[Any], sharded: DataLoader[Any], world_size: int) -> None:
+    """Raise LoaderError if a loader that has batches in one process has none on a rank: nothing would be trained."""
+    with suppress(TypeError):  # a sampler without a length
+        if len(loader) and not len(sharded):
+            kept = "drop_last=True leaves out" if loader.drop_last else "mode='drop' leaves out"
+            raise LoaderError(
+                f"shard_loader(): over {world_size} ranks this loader has no step, where one process has "
+                f"{len(loader)}: a rank's share fills no batch, and {kept} what fills none. Take a smaller batch_size, "
+                "shard_loader(loader, batch_size='global'), or fewer ranks."
+            )

@@ -18,6 +18,7 @@ from distwrap.data import iterable_shards
 from distwrap.data.announcing import announce, summary
 from distwrap.data.changing import Changing
 from distwrap.data.dispatch import Dispatch
+from distwrap.data.empty_batches import refuse_no_steps
 from distwrap.data.endless import with_epochs
 from distwrap.data.epoch_check import EpochCheck, part_of
 from distwrap.data.indices import Mode
@@ -119,7 +120,7 @@ def shard_loader(
         way = ""
         if type(loader).__name__ == "WebLoader":  # a dataset too
             way = "Its DataLoader is .pipeline[0]."
-        elif isinstance(loader, Dataset):
+        elif isinstance(loader, (Dataset, list, tuple, torch.Tensor)):
             way = "Put the dataset into one: shard_loader(DataLoader(dataset, batch_size=…))."
         raise LoaderError(f"shard_loader() takes a DataLoader, not a {type(loader).__qualname__}. {way}".rstrip())
     one_of("mode", get_args(Modes))("mode", mode)
@@ -302,6 +303,7 @@ def _shard_indices(
         )  # of the workers' base seed, which is then not the loop's to give
     result = sharded_copy(loader, sharding, attributes)
     if world_size > 1:
+        refuse_no_steps(loader, result, world_size)
         announce(world, summary(loader, result, sharding, chosen, batch_size))
     return result
 

@@ -36,9 +36,31 @@ def messages_of(error: str) -> list[str]:
 
 @functools.cache
 def _calls() -> list[tuple[str, ast.expr]]:
-    """Return the name and the first argument of each call in the package, whose files are read once."""
-    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
-    return [(_name_of(node.func), node.args[0]) for node in nodes if isinstance(node, ast.Call) and node.args]
+    """Return the name and the first argument of each call in the package, whose files are read once.
+
+    Where the argument calls a function of the same file, which makes the words, each of that function's strings counts.
+    """
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+        for node in nodes:
+            if isinstance(node, ast.Call) and node.args:
+                words = node.args[0]
+                made_by = functions.get(_name_of(words.func)) if isinstance(words, ast.Call) else None
+                made = [words] if made_by is None else _strings_of(made_by)
+                found += [(_name_of(node.func), each) for each in made]
+    return found
+
+
+def _strings_of(function: ast.FunctionDef) -> list[ast.expr]:
+    """Return the strings that a function assigns or returns."""
+    values = [node.value for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.Return)) and node.value]
+    return [value for value in values if isinstance(value, (ast.JoinedStr, ast.Constant)) and _is_text(value)]
+
+
+def _is_text(value: ast.expr) -> bool:
+    return isinstance(value, ast.JoinedStr) or isinstance(getattr(value, "value", None), str)
 
 
 def _name_of(function: ast.expr) -> str:

@@ -43,6 +43,7 @@ FOUND = {
         "    for x in loader:\n        total += x.item() * 2\n    return total",
     ],
     "shuffle": ["DataLoader(data, sampler=s, shuffle=True)"],
+    "star-import": ["from distwrap import *"],
     "data-parallel": ["torch.nn.DataParallel(net)", "torch.nn.parallel.DataParallel(net, device_ids=[0])"],
     "not-sharded": [
         "optimizer = torch.optim.SGD(net.parameters())\nfor x in DataLoader(d):\n    net(x).backward()\n"

@@ -21,7 +21,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"batch_size": 16, "shuffle": True},
         {},
         "16 a rank x 4 ranks = 64 a step; 16 steps an epoch (63 in one process); mode pad (all ranks get "
-        "equally many samples, some of them twice where the number does not divide); shuffled, torch order",
+        "equally many samples, a few of them twice); shuffled in the order of torch's DistributedSampler",
     ),
     (
         {"batch_size": 16},
@@ -33,13 +33,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"batch_size": 10, "shuffle": True, "drop_last": True},
         {"order": "stream", "mode": "drop"},
         "10 a rank x 4 ranks = 40 a step; 25 steps an epoch (100 in one process); mode drop (samples that do "
-        "not divide evenly are left out); shuffled, stream order",
+        "not divide evenly are left out); shuffled in the same order on any number of ranks",
     ),
     (
         {"batch_size": None, "sampler": WeightedRandomSampler([1.0] * 1000, 400)},
         {},
-        "100 steps an epoch (400 in one process); mode pad (all ranks get equally many samples, some of them "
-        "twice where the number does not divide); order of its WeightedRandomSampler",
+        "100 steps an epoch (400 in one process); mode pad (all ranks get equally many samples, a few of them "
+        "twice); order of its WeightedRandomSampler",
     ),
 ]
 
