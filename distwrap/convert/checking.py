@@ -178,11 +178,7 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
         if not _is_shared(facts, loop):
             continue
         scope: cst.CSTNode = function or script.tree
-        shared = any(
-            script.names(call.func) & COLLECTIVES
-            and any(name.value == path for arg in call.args for name in script.find(cst.Name, arg))
-            for call in script.find(cst.Call, scope)
-        )
+        shared = _is_given_to_a_collective(script, path, scope)
         parts = [each for name in script.find(cst.Name, added.value) for each in facts.values.bound(name)]
         shared = shared or any(_is_collective(script, each.unpacked or each.value) for each in parts)
         calls = facts.values.callers(function) if function is not None else []
@@ -196,11 +192,39 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
             )  # fmt: skip
 
 
+def _own_sums_in_one_expression(facts: ScriptFacts, notes: Notes) -> None:
+    """Note ``sum(….item() for … in loader)``, which nothing adds up over the ranks."""
+    script = facts.script
+    for call in script.calls("builtins.sum"):
+        summed = call.args[0].value if call.args else None
+        if not isinstance(summed, (cst.GeneratorExp, cst.ListComp)) or not any(script.method_calls("item", summed.elt)):
+            continue
+        if not _is_shared(facts, summed.for_in) or any(_is_collective(script, each) for each in script.ancestors(call)):
+            continue
+        function, made = script.function_of(call), script.assignment_of(call)
+        path = None if made is None else path_of(made.targets[0].target)
+        callers = facts.values.callers(function) if function is not None else []
+        shared = path is not None and _is_given_to_a_collective(script, path, function or script.tree)
+        if not shared and not any(_is_collective(script, each) for one in callers for each in script.ancestors(one)):
+            notes.add(
+                script.line(call), "own-sum", "this sum is of this rank's share alone",
+                'reduce(sum(…), op="sum"), or mean(sum(…) / count, count)',
+            )  # fmt: skip
+
+
+def _is_given_to_a_collective(script: Script, path: str, scope: cst.CSTNode) -> bool:
+    return any(
+        script.names(call.func) & COLLECTIVES
+        and any(name.value == path for arg in call.args for name in script.find(cst.Name, arg))
+        for call in script.find(cst.Call, scope)
+    )
+
+
 def _is_collective(script: Script, node: cst.CSTNode | None) -> bool:
     return isinstance(node, cst.Call) and bool(script.names(node.func) & COLLECTIVES)
 
 
-def _is_shared(facts: ScriptFacts, loop: cst.For) -> bool:
+def _is_shared(facts: ScriptFacts, loop: cst.For | cst.CompFor) -> bool:
     """Return whether a loop goes through this rank's share of a loader."""
     script = facts.script
     for source in facts.values.sources(facts.iterated(loop), returned=True):
@@ -247,6 +271,6 @@ def _branches(facts: ScriptFacts, notes: Notes) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    _set_epoch, _module, _collective_on_one_rank, _save_by_all, _seeds, _own_sums, _sampler_and_shuffle,
-    _unshared_training, _branches,
+    _set_epoch, _module, _collective_on_one_rank, _save_by_all, _seeds, _own_sums, _own_sums_in_one_expression,
+    _sampler_and_shuffle, _unshared_training, _branches,
 )  # fmt: skip

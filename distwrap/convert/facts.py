@@ -102,7 +102,7 @@ class ScriptFacts:
 
     # Loaders
 
-    def iterated(self, loop: Loop) -> cst.BaseExpression:
+    def iterated(self, loop: Loop | cst.CompFor) -> cst.BaseExpression:
         """Return what a loop goes through, without ``enumerate`` and a progress bar around it; a ``while``'s test."""
         if isinstance(loop, cst.While):
             return loop.test

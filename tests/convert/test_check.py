@@ -41,6 +41,8 @@ FOUND = {
         "total = 0\nfor x in shard_loader(DataLoader(d)):\n    total += x.item()\nprint(total)",
         "def f():\n    loader = DataLoader(d, sampler=DistributedSampler(d, shuffle=False))\n    total = 0\n"
         "    for x in loader:\n        total += x.item() * 2\n    return total",
+        "loader = shard_loader(DataLoader(d))\nprint(sum(f(x).item() for x in loader) / len(d))",
+        "def f():\n    total = sum([x.item() for x in shard_loader(DataLoader(d))])\n    return total",
     ],
     "shuffle": ["DataLoader(data, sampler=s, shuffle=True)"],
     "star-import": ["from distwrap import *"],
@@ -75,6 +77,9 @@ RIGHT = [
     "print(total)",
     "def f(d):\n    total = 0\n    for x in shard_loader(DataLoader(d)):\n        total += x.item()\n    return total\n"
     "print(reduce(f(d), op='sum'))",
+    "print(reduce(sum(x.item() for x in shard_loader(DataLoader(d))), op='sum'))",
+    "total = sum(x.item() for x in shard_loader(DataLoader(d)))\nprint(reduce(total / 3, op='sum'))",
+    "print(sum(x.item() for x in DataLoader(d)))",
     "total = 0\nfor x in DataLoader(d):\n    total += x.item()\nprint(total)",
     "torch.save(x, 'a.pt')  # distwrap: ignore",
     "optimizer = torch.optim.SGD(net.parameters())\nfor x in shard_loader(DataLoader(d)):\n    loss = net(x)\n"

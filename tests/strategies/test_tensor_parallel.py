@@ -177,7 +177,7 @@ def test_a_wrong_plan_is_an_error_by_name() -> None:
 
 def _divides() -> None:
     for plan in ({"blocks.*.attention.wq": "colwise"}, {"head": "gathered"}):
-        with pytest.raises(ModelError, match=r"blocks.0.attention.n_heads is 4, which cannot be divided over the 3 ranks|14 are not divisible"):
+        with pytest.raises(ModelError, match=r"is 4, which cannot be divided over the 3 ranks|14 are not divisible"):
             dw.wrap_model(Language("llama", 14), plan=plan)
 
 
