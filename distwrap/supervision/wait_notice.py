@@ -24,7 +24,7 @@ class Notice(NamedTuple):
 
     Attributes:
         text: said while it lasts.
-        who: goes on when it is over.
+        who: goes on when it is over: those that wait in one place; others may stay in theirs.
         where: it is.
     """
 
@@ -170,7 +170,7 @@ def notice_of(rank: int, locations: Mapping[int, Location | str], seconds: float
         whom = "each other"
     else:
         return None  # all are in one exchange, which may be a large one, or they are about to meet
-    return Notice(f"{who} for {whom}. {until}.", f"{named_ranks(waits)} {'go' if several else 'goes'}", here)
+    return Notice(f"{who} for {whom}. {until}.", f"{named_ranks(first)} {'goes' if len(first) == 1 else 'go'}", here)
 
 
 def _waits(answers: Mapping[int, Location], least: float) -> dict[int, Wait]:

@@ -383,6 +383,15 @@ def told(rank: int, *where: Location | str) -> str:
     return "" if notice is None else notice.text
 
 
+def test_only_ranks_of_one_place_go_on_together() -> None:
+    """Who waits elsewhere, as for another group of ranks, may wait on, and is not told to go on."""
+    busy = Location("train", "a.py:1", begun=1)
+    notice = notice_of(1, {0: busy, 1: there("barrier", "a.py:5", 31), 2: there("barrier", "a.py:9", 31)}, 30, 600)
+    assert notice is not None
+    assert notice.text.startswith("rank 1 has waited 31 s in barrier at a.py:5, and rank 2 in barrier at a.py:9, for ")
+    assert (notice.who, notice.where) == ("rank 1 goes", "in barrier at a.py:5")
+
+
 def test_ranks_in_different_exchanges_wait_for_each_other() -> None:
     """Where all wait, and not at one place, they are told to wait for each other; all at one place are not told."""
     backward, barrier = there("backward", "a.py:1", 31), there("barrier", "a.py:9", 40)
