@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from distwrap.checks import whole
 from distwrap.errors import OptionError
+from distwrap.group.collective_guard import guard_collectives
 from distwrap.group.rank_zero import on_rank_zero
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.wording import unknown_name
@@ -56,6 +57,7 @@ def log(metrics: Mapping[str, Any], step: int | None = None, *, to: object = Non
             list of these. What `log` has opened is closed at the end of the run.
 
     Raises:
+        CollectiveInRankZeroError: on rank 0: a function of `to` calls a collective, to which no other rank comes.
         OptionError: on rank 0: there is nowhere to log to, a package is not installed, or a metric is no number.
 
     Example:
@@ -184,7 +186,13 @@ def _of_logger(logger: Any) -> MetricsDestination:
     if logger is sys.stdout or logger is sys.stderr:
         return MetricsDestination(lambda values, step, _: print(_as_line(values, step), file=logger, flush=True))
     if callable(logger):
-        return MetricsDestination(lambda values, step, _: logger(dict(values), step))
+
+        def call(values: Values, step: int, _: bool) -> None:
+            in_main = threading.current_thread() is threading.main_thread()  # which else may exchange meanwhile
+            with guard_collectives("a function that log() calls") if in_main else nullcontext():
+                logger(dict(values), step)
+
+        return MetricsDestination(call)
     raise OptionError(
         f"log(to=…) takes a path that ends in .csv, a name, a SummaryWriter, a run of wandb, the module mlflow, a "
         f"logger with log_metrics(), or a function of metrics and step, not a {type(logger).__qualname__}."

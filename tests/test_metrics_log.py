@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import distwrap as dw
-from distwrap.errors import OptionError
+from distwrap.errors import CollectiveInRankZeroError, OptionError
 from distwrap.group.world import current_world
 from distwrap.metrics_log import MetricsLog
 from distwrap.testing import run_ranks
@@ -166,6 +166,23 @@ def test_threads_log_at_once(tmp_path: Path) -> None:
     assert sorted(int(number) for row in found[1:] for name, number in row.items() if number and name != "step") == [
         *range(100)
     ]
+
+
+def test_a_function_that_calls_a_collective() -> None:
+    """No other rank comes to it, so it is an error at once, and nobody waits for the timeout."""
+
+    def train() -> str:
+        words = ""
+        try:
+            dw.log({"loss": 1.0}, to=lambda metrics, _: dw.mean(metrics["loss"]))
+        except CollectiveInRankZeroError as error:
+            words = str(error)
+        dw.barrier()
+        return words
+
+    words, nothing = run_ranks(train, 2)
+    assert words.startswith("rank 0 called mean() inside a function that log() calls, where the other ranks are not")
+    assert nothing == ""
 
 
 def test_whole_numbers_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
