@@ -170,9 +170,9 @@ def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> bool:
             elif name == "step" and accumulation.may_scale:
                 conversion.edits.replace(call, conversion.call("optimizer_step", script.code(attribute.value)))
                 conversion.done(call, "precision", "unscales, steps or skips, where the precision is fp16")
-    for line in (line for lines in groups.values() for line in lines):
-        for other in line.body if isinstance(line, cst.SimpleStatementLine) else ():
-            if not any(other is each for each in stepped):
+    for each in (line for lines in groups.values() for line in lines):
+        for other in each.body if isinstance(each, cst.SimpleStatementLine) else ():
+            if not any(other is one for one in stepped):
                 conversion.unsure(
                     other, "accumulate", "its line has a step that acts at the end of a window alone",
                     "it on a line of its own",
