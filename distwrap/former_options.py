@@ -26,22 +26,36 @@ _ON_ONE_NODE = "Leave it out where there is one node: a free port is found."
 _ACCELERATOR = "Leave it out: distwrap takes the accelerator that torch has, and the CPU where it has none."
 _ON_CPU = "Leave it out where there is no accelerator; else hide it, as by CUDA_VISIBLE_DEVICES= in the environment."
 _OF_ONE_NODE = "It counts the processes of one node."
-_A_NUMBER = "It is the number of processes."
 
 
 def _count(value: object, after: str = "") -> Instead:
     """Return the number of processes for a number of devices, or a list of them."""
     if isinstance(value, str) and "," in value:
         value = value.strip(" []").split(",")
-    if isinstance(value, (list, tuple)) and value:
-        listed = ",".join(str(each).strip() for each in value if str(each).strip())
-        which = f"To choose the devices, set CUDA_VISIBLE_DEVICES={listed} in the environment."
-        return Instead("nprocs", str(listed.count(",") + 1), which)
-    if value is True or str(value) in ("-1", "auto", "all", "gpu"):
+    if isinstance(value, (list, tuple)):
+        return _chosen([str(each).strip() for each in value if str(each).strip()])
+    word = str(value).strip()
+    if word in ("-1", "auto", "all", "gpu", "True"):  # in words, since 1 is True
         return Instead("nprocs", '"auto"', "It is the default.")
-    if not str(value).isdigit() or int(str(value)) < 1:
-        return Instead("nprocs", words=_A_NUMBER)
-    return Instead("nprocs", str(value), after)
+    if word in ("0", "False"):
+        return Instead("nprocs", "1", "To compute on the CPU, hide the accelerators, as by CUDA_VISIBLE_DEVICES=.")
+    if word in ("None", ""):
+        return Instead(words="Leave it out, or write nprocs=1 for one process.")
+    return Instead("nprocs", word if word.isdecimal() else "…", after)
+
+
+def _chosen(devices: list[str]) -> Instead:
+    """Return the number of processes for devices that are chosen by their numbers."""
+    if not devices:
+        return _count(None)
+    which = f"To choose the devices, set CUDA_VISIBLE_DEVICES={','.join(devices)} in the environment."
+    return Instead("nprocs", str(len(devices)), which)
+
+
+def _numbers(value: object) -> Instead:
+    """Return the same for an option in which a single number is a device's, and no count of them."""
+    is_one = isinstance(value, (int, str)) and not isinstance(value, bool) and str(value).strip().isdecimal()
+    return _chosen([str(value).strip()]) if is_one else _count(value)
 
 
 def _in_all(value: object) -> Instead:
@@ -65,14 +79,24 @@ def _precision(value: object) -> Instead:
     known |= {"bf16": "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16-true"}
     if word in known:
         return Instead("precision", f'"{known[word]}"')
-    if word in ("fp8", "int8"):
+    if word in ("64", "64-true", "fp64", "float64", "double"):
+        return Instead("precision", '"32"', "Types stay: a model in float64, by model.double(), computes in it.")
+    if word in ("16-true", "fp16-true"):
+        return Instead("precision", '"fp16"', 'Its weights stay in float32; those of "bf16-true" do not.')
+    if word == "tf32":
+        return Instead("precision", '"32"', 'TF32 is torch.set_float32_matmul_precision("high").')
+    if word in ("fp8", "int8", "transformer-engine"):
         return Instead("precision", '"bf16"', "Nothing here computes in 8 bits.")
     return Instead("precision", '"bf16"', 'Or "fp16", on devices without bfloat16; losses are then scaled.')
 
 
 def _half(precision: str) -> Callable[[object], Instead]:
-    """Return the precision for a switch that is named after it."""
-    return lambda value: Instead("precision", f'"{precision}"') if _is_on(value) else _precision("no")
+    """Return the precision for a switch that is named after it, or for DeepSpeed's section of that name."""
+    return lambda value: Instead("precision", f'"{precision}"') if _is_on(_enabled(value)) else _precision("no")
+
+
+def _enabled(value: object) -> object:
+    return value.get("enabled", True) if isinstance(value, dict) else value
 
 
 def _init_method(value: object) -> Instead:
@@ -96,7 +120,8 @@ def _same(option: str, after: str = "") -> Callable[[object], Instead]:
 
 
 def _strategy(name: str) -> Callable[[object], Instead]:
-    return lambda _: Instead("strategy", f'"{name}"')
+    off = Instead(words="Leave it out, for a strategy that is not used.")
+    return lambda value: off if value is None or value is False or value == "" else Instead("strategy", f'"{name}"')
 
 
 def _words(text: str) -> Callable[[object], Instead]:
@@ -117,8 +142,9 @@ _FSDP = ("tensor_parallel", "context_parallel", "sequence_parallel", "shard", "w
 
 _TABLE: dict[str, Callable[[object], Instead]] = {
     # How many processes: Lightning, torchrun, mp.spawn, Ray Train, DataParallel.
-    **dict.fromkeys(("devices", "gpus", "num_gpus", "n_gpus", "ngpus", "n_gpu", "gpu", "num_devices"), _count),
-    **dict.fromkeys(("gpu_ids", "device_ids", "cuda_visible_devices", "nproc_per_node", "nprocs_per_node"), _count),
+    **dict.fromkeys(("devices", "gpus", "num_gpus", "n_gpus", "ngpus", "n_gpu", "num_devices"), _count),
+    **dict.fromkeys(("gpu", "gpu_ids", "device_ids", "cuda_visible_devices"), _numbers),
+    **dict.fromkeys(("nproc_per_node", "nprocs_per_node"), _count),
     **dict.fromkeys(("procs", "num_procs", "nranks", "processes", "gpus_per_node", "ntasks_per_node"), _count),
     **dict.fromkeys(("world_size", "num_processes", "np", "ntasks"), _in_all),
     "num_workers": lambda value: _count(value, "Workers that load data belong to the DataLoader."),
@@ -210,7 +236,7 @@ def for_variable(variable: str, text: str, variables: Container[str]) -> str:
         >>> for_variable("DISTWRAP_DEVICES", "4", {"DISTWRAP_NPROCS"})
         'Write DISTWRAP_NPROCS=4.'
     """
-    value: object = int(text) if text.lstrip("-").isdigit() else text
+    value: object = int(text) if text.removeprefix("-").isdecimal() else text
     instead = _look_up(variable.removeprefix(ENVIRONMENT_PREFIX), value)
     if instead is None:
         return ""

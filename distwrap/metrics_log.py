@@ -6,8 +6,9 @@ import atexit
 import csv
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
@@ -15,11 +16,18 @@ from typing import Any, NamedTuple, TextIO
 
 from distwrap.checks import whole
 from distwrap.errors import OptionError
+from distwrap.group.collective_guard import guard_collectives
 from distwrap.group.rank_zero import on_rank_zero
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.wording import unknown_name
 
 Values = Mapping[str, float]
+
+_WITHOUT_PLACE = {  # destinations that take nothing after a colon, and where to say it
+    "stdout": "",
+    "wandb": ": name the project in wandb.init(project=…), on rank 0, before",
+    "mlflow": ": name the experiment in mlflow.set_experiment(…), on rank 0, before",
+}
 
 
 class MetricsDestination(NamedTuple):
@@ -49,6 +57,7 @@ def log(metrics: Mapping[str, Any], step: int | None = None, *, to: object = Non
             metrics and the step; or a list of these. Files and runs that `log` opened are closed at the end of the run.
 
     Raises:
+        CollectiveInRankZeroError: on rank 0: a function of `to` calls a collective, to which no other rank comes.
         OptionError: on rank 0: there is no destination, a package is not installed, or a metric is not a number.
 
     Example:
@@ -67,19 +76,21 @@ class MetricsLog(RunPart):
         self._opened: dict[object, MetricsDestination] = {}
         self._chosen: list[object] = []
         self._step = -1
-        atexit.register(self.close)  # where there is no run, nobody else does
+        self._writing = threading.RLock()  # of the user's threads, and of a function that logs in turn
 
     def write(self, metrics: Mapping[str, Any], step: int | None, to: object) -> None:
         """Write metrics to the destination given, or to the one of before, or to what is active."""
         if not isinstance(metrics, Mapping):
             raise OptionError(f"log() takes a dict of numbers by name, not a {type(metrics).__qualname__}.")
         values = {str(name): _number(str(name), value) for name, value in metrics.items()}
-        number = self._step + 1 if step is None else int(whole(0)("step", step))
-        if to is not None:
-            self._chosen = [*to] if isinstance(to, (list, tuple)) else [to]
-        for destination in self._chosen or _active():
-            self._open(destination).write(values, number, step is not None)
-        self._step = number
+        given = None if step is None else int(whole(0)("step", step))
+        with self._writing:
+            number = self._step + 1 if given is None else given
+            if to is not None:
+                self._chosen = [*to] if isinstance(to, (list, tuple)) else [to]
+            for destination in [self._open(each) for each in self._chosen or _active()]:
+                destination.write(values, number, given is not None)
+            self._step = number
 
     def close(self) -> None:
         """Close what was opened here."""
@@ -94,8 +105,9 @@ class MetricsLog(RunPart):
         key: object = os.fspath(destination) if isinstance(destination, os.PathLike) else destination
         key = key if named else id(key)
         if key not in self._opened:
-            made = _of_name(str(key)) if named else _of_logger(destination)
-            self._opened[key] = made
+            self._opened[key] = _of_name(str(key)) if named else _of_logger(destination)
+            atexit.unregister(self.close)
+            atexit.register(self.close)  # where there is no run, nobody else does; before wandb ends its own service
         return self._opened[key]
 
 
@@ -120,6 +132,8 @@ def _of_name(name: str) -> MetricsDestination:
         table = MetricsTable(Path(name))
         return MetricsDestination(lambda values, step, _: table.write(values, step), table.close)
     kind, _, place = name.partition(":")
+    if place and kind in _WITHOUT_PLACE:
+        raise OptionError(f"log(to={name!r}): write to={kind!r}, which takes nothing after it{_WITHOUT_PLACE[kind]}.")
     if kind == "stdout":
         return MetricsDestination(lambda values, step, _: print(_as_line(values, step), flush=True))
     if kind == "tensorboard":
@@ -132,9 +146,15 @@ def _of_name(name: str) -> MetricsDestination:
         _require("wandb", name)
         import wandb
 
-        active = wandb.run
-        run = wandb.init() if active is None else active
-        return _of_logger(run)._replace(close=run.finish if active is None else _leave)
+        begun = ExitStack()
+
+        def write(values: Values, step: int, given: bool) -> None:
+            if wandb.run is None:  # the owner of the one before may have ended it
+                begun.close()
+                begun.callback(wandb.init().finish)
+            _of_logger(wandb.run).write(values, step, given)
+
+        return MetricsDestination(write, begun.close)
     if kind == "mlflow":
         _require("mlflow", name, "mlflow-skinny")
         import mlflow
@@ -167,7 +187,13 @@ def _of_logger(logger: Any) -> MetricsDestination:
     if logger is sys.stdout or logger is sys.stderr:
         return MetricsDestination(lambda values, step, _: print(_as_line(values, step), file=logger, flush=True))
     if callable(logger):
-        return MetricsDestination(lambda values, step, _: logger(dict(values), step))
+
+        def call(values: Values, step: int, _: bool) -> None:
+            in_main = threading.current_thread() is threading.main_thread()  # which else may exchange meanwhile
+            with guard_collectives("a function that log() calls") if in_main else nullcontext():
+                logger(dict(values), step)
+
+        return MetricsDestination(call)
     raise OptionError(
         f"log(to=…) takes a path that ends in .csv, a name, a SummaryWriter, a run of wandb, the module mlflow, a "
         f"logger with log_metrics(), or a function of metrics and step, not a {type(logger).__qualname__}."
@@ -178,10 +204,9 @@ class MetricsTable:
     """CSV file with a line for each call, the step first; a metric that comes later gets a column of its own."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = self._read()
-        self._columns = rows[0] if rows else []
+        self._path = Path(os.path.realpath(path))  # the program may change its folder, and a link stays one
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns: list[str] = []
         self._file = self._append()
 
     def write(self, values: Values, step: int) -> None:
@@ -191,6 +216,9 @@ class MetricsTable:
                 "log(): the column 'step' of a CSV file holds what step= says, so no metric can be called so: "
                 "give it another name."
             )
+        if not self._is_there():
+            self._file.close()
+            self._file = self._append()
         row = {"step": step, **values}
         if new := [name for name in row if name not in self._columns]:
             self._widen(new)
@@ -201,29 +229,36 @@ class MetricsTable:
         """Close the file."""
         self._file.close()
 
+    def _is_there(self) -> bool:
+        """Return whether the file is still the open one: another table has put a wider one there, or it was deleted."""
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
     def _append(self) -> TextIO:
-        file = self._path.open("a+", newline="", encoding="utf-8")
-        if file.tell():
-            file.seek(file.tell() - 1)
-            if file.read() not in ("\n", "\r"):  # its last line was cut off, or somebody has edited it
-                file.write("\r\n")
+        rows = self._read()
+        self._columns = rows[0] if rows else []
+        file = self._path.open("a", newline="", encoding="utf-8")
+        if rows and not self._path.read_bytes().endswith((b"\n", b"\r")):
+            file.write("\r\n")  # the program that wrote the last line was ended as it did
         return file
 
     def _read(self) -> list[list[str]]:
         if not self._path.exists():
             return []
-        with self._path.open(newline="", encoding="utf-8") as file:
+        with self._path.open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets save it
             return list(csv.reader(file))
 
     def _widen(self, new: list[str]) -> None:
         """Write the file again with more columns: whole, or not at all."""
         rows = self._read()[1:]
-        self._columns = [*self._columns, *new]
+        columns = [*self._columns, *new]
         beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         with beside.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(self._columns)
-            writer.writerows([*row, *[""] * (len(self._columns) - len(row))] for row in rows)
+            writer.writerow(columns)
+            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
         self._file.close()
         beside.replace(self._path)
         self._file = self._append()
@@ -232,7 +267,7 @@ class MetricsTable:
 def _number(name: str, value: Any) -> float:
     """Return a metric as a plain number."""
     if isinstance(value, (int, float)):  # at once; a bool too
-        return float(value) if isinstance(value, bool) else value
+        return int(value) if isinstance(value, int) and not isinstance(value, bool) else float(value)
     if hasattr(value, "full_tensor"):
         raise OptionError(
             f"log(): {name!r} is divided over the ranks. On every rank, take {name}.full_tensor() before."
@@ -251,7 +286,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def _as_line(values: Values, step: int) -> str:
-    return f"step {step}: {', '.join(f'{name} {value:.6g}' for name, value in values.items())}"
+    numbers = (f"{name} {value if isinstance(value, int) else format(value, '.6g')}" for name, value in values.items())
+    return f"step {step}: {', '.join(numbers)}"
 
 
 def _require(package: str, name: str, distribution: str | None = None) -> None:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from distwrap.decorator import distributed
 from distwrap.errors import OptionError
@@ -20,14 +21,19 @@ from distwrap.options import DECLARATIONS, VARIABLES, Options
         ("devices", 4, "Write nprocs=4."),
         ("devices", 1, "Write nprocs=1."),
         ("gpus", "2", "Write nprocs=2."),
-        ("gpus", "cuda:0", "Write nprocs=…. It is the number of processes."),
-        ("devices", 0, "Write nprocs=…. It is the number of processes."),
-        ("devices", [], "Write nprocs=…. It is the number of processes."),
         ("devices", "auto", 'Write nprocs="auto". It is the default.'),
         ("devices", -1, 'Write nprocs="auto". It is the default.'),
         ("devices", [0, 2], "Write nprocs=2. To choose the devices, set CUDA_VISIBLE_DEVICES=0,2 in the environment."),
         ("gpus", "0,2", "Write nprocs=2. To choose the devices, set CUDA_VISIBLE_DEVICES=0,2 in the environment."),
         ("gpus", 2, "Write nprocs=2."),
+        ("num_workers", "1", "Write nprocs=1. "),
+        ("devices", True, 'Write nprocs="auto". It is the default.'),
+        ("devices", "4", "Write nprocs=4."),
+        ("gpus", 0, "Write nprocs=1. To compute on the CPU, hide the accelerators"),
+        ("gpus", None, "Leave it out, or write nprocs=1 for one process."),
+        ("devices", "cuda:1", "Write nprocs=…."),
+        ("gpu", 1, "Write nprocs=1. To choose the devices, set CUDA_VISIBLE_DEVICES=1 in the environment."),
+        ("cuda_visible_devices", "2", "Write nprocs=1. To choose the devices, set CUDA_VISIBLE_DEVICES=2 in the "),
         ("num_gpus", 2, "Write nprocs=2."),
         ("nproc_per_node", 8, "Write nprocs=8."),
         ("nprocs_per_node", 8, "Write nprocs=8."),
@@ -60,6 +66,14 @@ from distwrap.options import DECLARATIONS, VARIABLES, Options
         ("find_unused_parameters", True, "It belongs to wrap_model(model, find_unused_parameters=True), or to "),
         ("start_method", "spawn", 'Write launcher="spawn".'),
         ("fsdp_plugin", object(), 'Write strategy="fsdp".'),
+        ("fsdp", False, "Leave it out"),
+        ("deepspeed", None, "Leave it out"),
+        ("fp16", {"enabled": True}, 'Write precision="fp16".'),
+        ("fp16", {"enabled": False}, 'Write precision="32".'),
+        ("mixed_precision", "64-true", 'Write precision="32". Types stay: a model in float64'),
+        ("dtype", torch.float64, 'Write precision="32". Types stay: a model in float64'),
+        ("mixed_precision", "16-true", 'Write precision="fp16". Its weights stay in float32'),
+        ("mixed_precision", "tf32", 'Write precision="32". TF32 is torch.set_float32_matmul_precision("high").'),
     ],
 )
 def test_what_to_write(name: str, value: Any, answer: str) -> None:
@@ -115,3 +129,9 @@ def test_the_error_comes_before_anything_starts() -> None:
         OptionError, match=r"^@distributed: unknown option 'devices'\. Write nprocs=4\. Known: backend, "
     ):
         distributed(devices=4)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("text", ["--1", "²", "", "-"])
+def test_a_variable_that_is_no_number(text: str) -> None:
+    """What looks like a number to some is answered like any other text."""
+    assert for_variable("DISTWRAP_DEVICES", text, VARIABLES).endswith(".")

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import pytest
 import torch
 
 import distwrap as dw
-from distwrap.errors import OptionError
+from distwrap.errors import CollectiveInRankZeroError, OptionError
+from distwrap.group.world import current_world
+from distwrap.metrics_log import MetricsLog
 from distwrap.testing import run_ranks
 from tests.limits import INTERPRETERS
 
@@ -99,11 +102,118 @@ def test_a_table_grows(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_that_others_have_written(tmp_path: Path) -> None:
+    """A last line that was cut short stays one of its own, and the mark of a spreadsheet is no part of a name."""
+    (tmp_path / "cut.csv").write_bytes(b"step,loss\r\n0,1.0\r\n1,2.")
+    (tmp_path / "marked.csv").write_bytes(b"\xef\xbb\xbfstep,loss\r\n0,1.0\r\n")
+
+    @dw.distributed(nprocs=1)
+    def train(path: Path, step: int) -> None:
+        dw.log({"loss": 3.0}, step, to=path)
+
+    train(tmp_path / "cut.csv", 2)
+    train(tmp_path / "marked.csv", 1)
+    assert (tmp_path / "cut.csv").read_text().splitlines() == ["step,loss", "0,1.0", "1,2.", "2,3.0"]
+    assert (tmp_path / "marked.csv").read_text("utf-8-sig").splitlines() == ["step,loss", "0,1.0", "1,3.0"]
+
+
+def test_a_table_of_two_runs(tmp_path: Path) -> None:
+    """No line is lost if a call in between gives the file more columns, or if somebody deletes it."""
+    path = tmp_path / "metrics.csv"
+
+    @dw.distributed(nprocs=1)
+    def before_and_after() -> None:
+        first, second = (MetricsLog(current_world()) for _ in range(2))
+        first.write({"a": 1}, 0, path)
+        second.write({"b": 2}, 1, path)
+        first.write({"a": 3}, 2, None)
+        assert rows(path) == [
+            {"step": "0", "a": "1", "b": ""},
+            {"step": "1", "a": "", "b": "2"},
+            {"step": "2", "a": "3", "b": ""},
+        ]
+        path.unlink()
+        second.write({"b": 4}, 3, None)
+        assert rows(path) == [{"step": "3", "b": "4"}]
+        first.close()
+        second.close()
+
+    before_and_after()
+
+
+def test_a_table_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that goes to another folder goes on in the same file, and a link stays a link."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "metrics.csv").symlink_to(tmp_path / "elsewhere" / "real.csv")
+    monkeypatch.chdir(tmp_path)
+
+    @dw.distributed(nprocs=1)
+    def train() -> None:
+        dw.log({"a": 1}, to="metrics.csv")
+        os.chdir(tmp_path / "elsewhere")
+        dw.log({"b": 2})
+
+    train()
+    assert (tmp_path / "metrics.csv").is_symlink()
+    assert rows(tmp_path / "metrics.csv") == [{"step": "0", "a": "1", "b": ""}, {"step": "1", "a": "", "b": "2"}]
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["real.csv"]
+
+
+def test_threads_log_at_once(tmp_path: Path) -> None:
+    """Threads of the user's that log to one table, with columns of their own, lose no line."""
+
+    @dw.distributed(nprocs=1)
+    def train() -> None:
+        dw.log({"start": 0}, to=tmp_path / "metrics.csv")
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda number: dw.log({f"metric {number // 10}": number}), range(100)))
+
+    train()
+    found = rows(tmp_path / "metrics.csv")
+    assert sorted(int(row["step"]) for row in found) == list(range(101))
+    assert sorted(int(number) for row in found[1:] for name, number in row.items() if number and name != "step") == [
+        *range(100)
+    ]
+
+
+def test_a_function_that_calls_a_collective() -> None:
+    """No other rank comes to it, so it is an error at once, and nobody waits for the timeout."""
+
+    def train() -> str:
+        words = ""
+        try:
+            dw.log({"loss": 1.0}, to=lambda metrics, _: dw.mean(metrics["loss"]))
+        except CollectiveInRankZeroError as error:
+            words = str(error)
+        dw.barrier()
+        return words
+
+    words, nothing = run_ranks(train, 2)
+    assert words.startswith("rank 0 called mean() inside a function that log() calls, which the other ranks do not run")
+    assert nothing == ""
+
+
+def test_whole_numbers_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts have all their digits on standard output, however many."""
+    dw.log({"tokens": 12345678, "all": 10**400, "loss": 1 / 3}, 0, to="stdout")
+    assert capsys.readouterr().out == f"step 0: tokens 12345678, all {10**400}, loss 0.333333\n"
+
+
+def test_nothing_is_written_where_one_destination_is_unknown(tmp_path: Path) -> None:
+    """A wrong name in a list is an error before any destination has the line."""
+    found: list[float] = []
+    train = dw.distributed(nprocs=1)(lambda: dw.log({"x": 1}, to=[lambda values, _: found.append(1), "tensorbord"]))
+    with pytest.raises(OptionError, match="unknown destination"):
+        train()
+    assert found == []
+
+
 @pytest.mark.parametrize(
     "value",
     [
         0.5,
         numpy.float32(0.5),
+        numpy.float64(0.5),
         numpy.array(0.5),
         torch.tensor(0.5),
         torch.tensor([0.5]),
@@ -128,6 +238,7 @@ def test_what_has_one_number_is_that_number(value: Any) -> None:
         ({"x": 1}, {"step": -1}, "step=-1: it must be"),
         ({"x": 1}, {"step": 1.5}, "step=1.5: it must be"),
         ({"x": 1}, {"to": "tensorbord"}, "unknown destination 'tensorbord'. Did you mean 'tensorboard'?"),
+        ({"x": 1}, {"to": "wandb:name"}, r"write to='wandb', .* name the project in wandb.init\(project=…\)"),
         ({"x": 1}, {"to": "csv"}, "Give the path of a file, as 'metrics.csv'"),
         ({"x": 1}, {"to": 3}, "not a int"),
     ],
@@ -256,6 +367,33 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_wandb(kind: str, tmp_path: Path) -> None:
     """One run of Weights & Biases has rank 0's numbers at their steps, whether log has begun it or the loop."""
     assert logged(kind, tmp_path, READ_WANDB) == LOGGED
+
+
+TWO_RUNS = """
+import wandb
+
+import distwrap as dw
+
+for number in range(2):
+    run = wandb.init(project="tests")
+    dw.log({"loss": number}, to="wandb")
+    assert run.summary["loss"] == number
+    run.finish()
+dw.log({"loss": 2})  # in a run that log begins, and ends
+"""
+
+
+@needs("wandb")
+@pytest.mark.slow("a program that imports wandb and starts its service")
+def test_wandb_outside_of_a_run(tmp_path: Path) -> None:
+    """The name stands for the run that is active at each call; one that log begins is finished before wandb ends."""
+    env = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    env |= {"PYTHONPATH": str(Path(dw.__file__).parents[1])}
+    command = [sys.executable, "-c", TWO_RUNS]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert len([*tmp_path.glob("wandb/offline-run-*")]) == 3
 
 
 @needs("mlflow", "sqlalchemy", "alembic")

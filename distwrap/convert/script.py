@@ -41,7 +41,8 @@ class Script:
             wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         except cst.ParserSyntaxError as error:
             line, reason = _first_error(text) or (error.raw_line, error.message)
-            raise ConversionError(f"{name}, line {line}: Python 3 cannot read this: {reason}") from error
+            where = name if line is None else f"{name}, line {line}"  # none for a byte that no text has
+            raise ConversionError(f"{where}: Python 3 cannot read this: {reason}") from error
         self.tree = wrapper.module
         self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
         self._parents: Any = wrapper.resolve(ParentNodeProvider)
@@ -225,7 +226,7 @@ def _first_error(text: str) -> tuple[int | None, str] | None:
     except SyntaxError as error:
         return error.lineno, error.msg
     except ValueError as error:  # null bytes
-        return 1, str(error)
+        return None, str(error)
     return None
 
 

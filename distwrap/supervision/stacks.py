@@ -29,7 +29,7 @@ _OUR_LOOPS = {
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
 # Names in torch and the standard library that say less than the ones below or above them.
-_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda", "done_by_one"}
+_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda", "done_by_one", "looked_at"}
 
 Line = tuple[str, int, str]  # file, line number, function
 

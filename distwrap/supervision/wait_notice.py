@@ -25,7 +25,8 @@ class Notice(NamedTuple):
 
     Attributes:
         text: the sentence that is printed while the wait lasts.
-        who: the ranks that wait, as the beginning of the sentence that is printed when the wait is over.
+        who: the ranks that wait in one place, as the beginning of the sentence that is printed when their wait is over;
+            others may still wait in theirs.
         where: the place of the wait.
     """
 
@@ -171,7 +172,7 @@ def notice_of(rank: int, locations: Mapping[int, Location | str], seconds: float
         whom = "each other"
     else:
         return None  # all are in one exchange, which may be a large one, or they are about to meet
-    return Notice(f"{who} for {whom}. {until}.", f"{named_ranks(waits)} {'go' if several else 'goes'}", here)
+    return Notice(f"{who} for {whom}. {until}.", f"{named_ranks(first)} {'goes' if len(first) == 1 else 'go'}", here)
 
 
 def _waits(answers: Mapping[int, Location], least: float) -> dict[int, Wait]:

@@ -6,6 +6,7 @@ import pytest
 
 from distwrap.convert.converting import Converted, convert
 from distwrap.convert.script import Script
+from distwrap.errors import ConversionError
 
 PLAIN = """
 import argparse, json, random, time, torch
@@ -185,3 +186,9 @@ torch.save({state}, "net.pt")
 """
     assert left(convert(Script(text.format(state="net"))))["save"].startswith("class Net")
     assert "save" not in left(convert(Script(text.format(state="net.state_dict()"))))
+
+
+def test_a_file_with_a_zero_byte() -> None:
+    """It is named without a line, which Python does not tell."""
+    with pytest.raises(ConversionError, match=r"^train\.py: Python 3 cannot read this: source code .* null bytes"):
+        Script("x = 1\0\n", "train.py")

@@ -139,6 +139,92 @@ def test_states_of_optimizers_under_horovod(loads: bool) -> None:
     )
 
 
+def horovod(old: str, new: str) -> Converted:
+    """Convert the classic program with other lines."""
+    text = (Path(__file__).parent / "cases" / "horovod" / "classic.py").read_text()
+    assert old in text
+    return convert(Script(text.replace(old, new)))
+
+
+def test_weights_that_one_rank_loads_under_horovod() -> None:
+    """A broadcast of weights goes; where rank 0 alone has loaded some, the list says who must load them."""
+    lines = "    if hvd.rank() == 0:\n        model.load_state_dict(torch.load('m.pt'))\n    hvd.broadcast_p"
+    left = horovod("    hvd.broadcast_p", lines).notes.of("left")
+    assert "model.load_state_dict() on every rank, not on rank 0 alone" in [note.fix for note in left]
+
+
+def test_an_optimizer_of_horovods_that_is_told_when_to_exchange() -> None:
+    """Names that no plain optimizer has are refused with what to write, and do not stay in the program."""
+    result = horovod(
+        "            optimizer.step()",
+        "            optimizer.synchronize()\n            with optimizer.skip_synchronize():\n"
+        "                optimizer.step()",
+    )
+    assert not result.is_result
+    assert "optimizer_step(optimizer, max_norm=…)" in result.notes.of("unsure")[0].fix
+    assert horovod(
+        "            optimizer.step()", "            optimizer.step()\n            torch.cuda.synchronize()"
+    ).is_result
+
+
+def test_half_precision_of_horovods() -> None:
+    """Compression to half precision is named as left out, also where it stands in the call."""
+    names = "named_parameters=model.named_parameters()"
+    (note,) = horovod(names, f"{names}, compression=hvd.Compression.fp16").notes.of("left")
+    assert "not in half precision" in note.why
+    assert not horovod(names, f"{names}, compression=hvd.Compression.none").notes.of("left")
+
+
+SCHEDULED = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+def main():
+    accelerator = Accelerator({options})
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(data, batch_size=4)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    for x in loader:
+        with {block}:
+            accelerator.backward(model(x).mean())
+            {line}
+            optimizer.step()
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("schedule.step()", "for _ in range(world_size()): schedule.step()"),
+        ("schedule.step(); steps += 1", "[schedule.step() for _ in range(world_size())]; steps += 1"),
+        (
+            "optimizer.zero_grad(); schedule.step()",
+            "optimizer.zero_grad(); [schedule.step() for _ in range(world_size())]",
+        ),
+        ("if x.any(): schedule.step()", "if x.any(): [schedule.step() for _ in range(world_size())]"),
+    ],
+)
+def test_a_schedule_steps_once_for_each_rank(line: str, becomes: str) -> None:
+    """What stands beside it on its line is done once, as before."""
+    result = convert(Script(SCHEDULED.format(options="", block="accelerator.autocast()", line=line)))
+    assert result.is_result
+    assert becomes in [each.strip() for each in result.text.splitlines()]
+
+
+@pytest.mark.parametrize("line", ["optimizer.step(); steps += 1", "optimizer.step(); optimizer.zero_grad()"])
+def test_what_stands_beside_a_step_that_accumulates(line: str) -> None:
+    """A statement that is done for each batch is not put with the step under the end of a window."""
+    options, block = "gradient_accumulation_steps=2", "accelerator.accumulate(model)"
+    result = convert(Script(SCHEDULED.format(options=options, block=block, line=line)))
+    assert result.is_result == ("steps" not in line)
+    assert [note.fix for note in result.notes.of("unsure")] == ["it on a line of its own"] * ("steps" in line)
+
+
 @pytest.mark.parametrize(
     ("code", "becomes"),
     [

@@ -179,7 +179,7 @@ def test_each_way_to_wait_is_told_once(waits: list[Callable[..., None]], tmp_pat
         until = "as long as that takes" if wait in AS_LONG_AS_IT_TAKES else r"up to \d+ s"
         assert re.fullmatch(
             rf"distwrap: ranks 1, 2 have waited \d+ s in {WAITS[wait]} at test_wait_notice\.py:\d+ for rank 0, which "
-            rf"is in keep_waiting at test_wait_notice\.py:\d+(, step \d+)?\. They wait {until}\.",
+            rf"is in (keep_waiting|lines|read_text) at test_wait_notice\.py:\d+(, step \d+)?\. They wait {until}\.",
             line,
         ), (wait, line)
         place = rf"in {WAITS[wait]} at test_wait_notice\.py:\d+"
@@ -295,7 +295,7 @@ def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
     (line,) = lines(path, "waited")
     assert "rank 1 has waited" in line
     assert "for rank 0, which does not answer: " in line
-    assert ", and rank 2, which is in keep_waiting" in line
+    assert re.search(", and rank 2, which is in (keep_waiting|lines|read_text)", line)
 
 
 @pytest.mark.parametrize(("name", "value"), [("DISTWRAP_QUIET", "1"), ("DISTWRAP_WAIT_NOTICE", "0")])
@@ -381,6 +381,15 @@ def there(
 def told(rank: int, *where: Location | str) -> str:
     notice = notice_of(rank, dict(enumerate(where)), 30, 600)
     return "" if notice is None else notice.text
+
+
+def test_only_ranks_of_one_place_go_on_together() -> None:
+    """Who waits elsewhere, as for another group of ranks, may wait on, and is not told to go on."""
+    busy = Location("train", "a.py:1", begun=1)
+    notice = notice_of(1, {0: busy, 1: there("barrier", "a.py:5", 31), 2: there("barrier", "a.py:9", 31)}, 30, 600)
+    assert notice is not None
+    assert notice.text.startswith("rank 1 has waited 31 s in barrier at a.py:5, and rank 2 in barrier at a.py:9, for ")
+    assert (notice.who, notice.where) == ("rank 1 goes", "in barrier at a.py:5")
 
 
 def test_ranks_in_different_exchanges_wait_for_each_other() -> None:

@@ -53,7 +53,8 @@ def write_out(conversion: Conversion, accumulation: AccumulationPlan, names: set
     for node in list(script.find(cst.Attribute)):
         if node.attr.value == SYNC and path_of(node.value) in names and not _answer(conversion, accumulation, node):
             return False
-    _steps(conversion, accumulation)
+    if not _steps(conversion, accumulation):
+        return False
     for block in accumulation.blocks:
         _dedent(conversion, accumulation, block)
     return True
@@ -137,23 +138,31 @@ def backward(conversion: Conversion, accumulation: AccumulationPlan, call: cst.C
     return True
 
 
-def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> None:
-    """Let steps act at a window's end alone, schedules as often as Accelerate's, and unscale where needed."""
+def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> bool:
+    """Let steps act at a window's end alone, schedules as often as Accelerate's, and unscale where needed.
+
+    Return whether no other statement shares a line that acts at a window's end alone.
+    """
     script = conversion.script
     groups: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+    stepped: list[cst.CSTNode] = []
     for name in ("step", "zero_grad"):
         for call, attribute in list(script.method_calls(name)):
             kind = _kind_of_stepped(conversion, call, attribute)
             statement = script.small_statement_of(call)
             if kind is None or not isinstance(statement, cst.Expr) or statement.value is not call:
                 continue
+            stepped.append(statement)
             window = _window_of(conversion, accumulation, call)
             if window is not None and not is_asked(conversion, call):
                 line = script.statement_of(call)
                 groups.setdefault(script.parent(line) or line, []).append(line)
             if kind == "scheduler":
-                text = f"for _ in range({conversion.call('world_size')}): "
-                conversion.edits.insert(script.span(statement)[0], text)
+                often = f"for _ in range({conversion.call('world_size')})"
+                if conversion.edits.has_line_of_its_own(statement):
+                    conversion.edits.insert(script.span(statement)[0], f"{often}: ")
+                else:  # what follows on the line is not for the loop, and nothing but a plain statement may stand there
+                    conversion.edits.wrap(call, "[", f" {often}]")
                 conversion.done(
                     call, "scheduler", "Accelerate steps a prepared schedule once for each rank; so does this line. "
                     "A schedule over the steps of one rank needs one call alone"
@@ -161,9 +170,18 @@ def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> None:
             elif name == "step" and accumulation.may_scale:
                 conversion.edits.replace(call, conversion.call("optimizer_step", script.code(attribute.value)))
                 conversion.done(call, "precision", "unscales, steps or skips, where the precision is fp16")
+    for each in (line for lines in groups.values() for line in lines):
+        for other in each.body if isinstance(each, cst.SimpleStatementLine) else ():
+            if not any(other is one for one in stepped):
+                conversion.unsure(
+                    other, "accumulate", "its line has a step that acts at the end of a window alone",
+                    "it on a line of its own",
+                )  # fmt: skip
+                return False
     for lines in groups.values():
         for run in _runs(conversion, lines):
             _under_window(conversion, accumulation, run)
+    return True
 
 
 def _kind_of_stepped(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> Kind | None:

@@ -75,6 +75,9 @@ def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
             isinstance(each, cst.Call) and script.is_a(each, f"{HOROVOD}.DistributedOptimizer")
             for each in script.ancestors(node)
         ):
+            above = script.parent(node)
+            if isinstance(above, cst.Attribute) and above.attr.value == "fp16":
+                _note_exchange_in_full(conversion, node)
             continue
         target = path_of(statement.targets[0].target) if isinstance(statement, cst.Assign) else None
         reads = [each for each in script.find(cst.Name) if each.value == target]
@@ -83,13 +86,17 @@ def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
             return False
         conversion.edits.remove(statement)
         if "fp16" in _words(statement.value):
-            conversion.left(
-                statement, "comm", "gradients are exchanged as they are, not in half precision",
-                'comm= of wrap_model, see docs/guides/communication.md',
-            )  # fmt: skip
+            _note_exchange_in_full(conversion, statement)
         else:
             conversion.done(statement, "comm", "gradients are exchanged as they are, as before")
     return True
+
+
+def _note_exchange_in_full(conversion: Conversion, node: cst.CSTNode) -> None:
+    conversion.left(
+        node, "comm", "gradients are exchanged as they are, not in half precision",
+        'comm= of wrap_model, see docs/guides/communication.md',
+    )  # fmt: skip
 
 
 def _is_option(conversion: Conversion, node: cst.Name, statement: cst.Assign) -> bool:
@@ -113,16 +120,40 @@ REMOVED = ("init", "shutdown", "broadcast_parameters", "broadcast_optimizer_stat
 
 
 def _note_own_states(conversion: Conversion, names: set[str]) -> None:
-    """Note a broadcast of an optimizer's state that matters: it goes, and a rank has the state that it has loaded."""
+    """Note a broadcast of a state that matters: it goes, and a rank has the state that it has loaded."""
     script = conversion.script
-    if not any(script.method_calls("load_state_dict")):
+    loads = [call for call, _ in script.method_calls("load_state_dict")]
+    if not loads:
         return  # no optimizer has a state yet
+    tests = [each.test for load in loads for each in script.ancestors(load) if isinstance(each, cst.If)]
+    for call, attribute in list(script.method_calls("broadcast_parameters")):
+        if path_of(attribute.value) in names and any("rank" in script.code(test) for test in tests):
+            conversion.left(
+                call, "object", "no rank sends the weights that it has loaded to the others",
+                "model.load_state_dict() on every rank, not on rank 0 alone",
+            )  # fmt: skip
     for call, attribute in list(script.method_calls("broadcast_optimizer_state")):
         if path_of(attribute.value) in names:
             conversion.left(
                 call, "object", "no rank sends the state of its optimizer to the others",
                 "optimizer.load_state_dict() on every rank, not on rank 0 alone",
             )  # fmt: skip
+
+
+def _steps_by_itself(conversion: Conversion) -> bool:
+    """Return whether no optimizer is told when to exchange gradients, which Horovod's alone can be told."""
+    script = conversion.script
+    statements = [script.small_statement_of(call) for call in script.calls(f"{HOROVOD}.DistributedOptimizer")]
+    targets = {path_of(each.target) for one in statements if isinstance(one, cst.Assign) for each in one.targets}
+    for name in ("synchronize", "skip_synchronize"):
+        for call, attribute in script.method_calls(name):
+            if path_of(attribute.value) in targets:
+                conversion.unsure(
+                    call, "object", "gradients are averaged by the backward, and no optimizer is told when",
+                    "optimizer_step(optimizer, max_norm=…), without synchronize() and skip_synchronize()",
+                )  # fmt: skip
+                return False
+    return True
 
 
 def is_horovod(conversion: Conversion) -> bool:
@@ -144,7 +175,7 @@ def convert_horovod(conversion: Conversion) -> bool:
         return False
     shard_instead_of_sampling(conversion)
     _note_own_states(conversion, names)
-    if not _drop_compression(conversion, names):
+    if not _steps_by_itself(conversion) or not _drop_compression(conversion, names):
         return False
     if not wrap_models(conversion) or not convert_uses(
         conversion, names, calls=CALLS, values={}, removed=REMOVED, words=WORDS
