@@ -13,7 +13,7 @@ DistwrapError
 │   └── WorkerTimeoutError (TimeoutError) the ranks were not done in time
 ├── ArrivalError (TimeoutError)           not all ranks arrived at the rendezvous in time
 ├── CollectiveError (RuntimeError)        the ranks disagree about what they exchange
-│   ├── CollectiveTimeoutError (TimeoutError) not all ranks came to a collective in time
+│   ├── CollectiveTimeoutError (TimeoutError) not all ranks called a collective in time
 │   └── CollectiveInRankZeroError         a collective in code that only some ranks run, so that it would never end
 ├── LoaderError (ValueError)              a loader cannot be sharded safely, or all ranks get the same data
 ├── ModelError (RuntimeError)             a model cannot be wrapped, or is used in a way that would train wrongly
