@@ -96,12 +96,11 @@ class EmptyBatches:
 
 
 def refuse_no_steps(loader: DataLoader[Any], sharded: DataLoader[Any], world_size: int) -> None:
-    """Raise LoaderError if a loader that has batches in one process has none on a rank: nothing would be trained."""
+    """Raise LoaderError if ``drop_last=True`` leaves no rank a batch where one process has some."""
     with suppress(TypeError):  # a sampler without a length
-        if len(loader) and not len(sharded):
-            kept = "drop_last=True leaves out" if loader.drop_last else "mode='drop' leaves out"
+        if loader.drop_last and len(loader) and not len(sharded):
             raise LoaderError(
                 f"shard_loader(): over {world_size} ranks this loader has no step, where one process has "
-                f"{len(loader)}: a rank's share fills no batch, and {kept} what fills none. Take a smaller batch_size, "
-                "shard_loader(loader, batch_size='global'), or fewer ranks."
+                f"{len(loader)}: a rank's share fills no batch, and drop_last=True leaves out what fills none. Take a "
+                "smaller batch_size, shard_loader(loader, batch_size='global'), or fewer ranks."
             )

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from distwrap._internals.torch_data import ITERATOR, check_iterator_hook
 from distwrap.data import workers
 from distwrap.data.dispatch import READER
+from distwrap.data.evaluations import Evaluations
 from distwrap.data.indices import stream_batches
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
 from distwrap.data.lockstep import in_step
@@ -93,6 +94,8 @@ class ShardedLoader(SkippingLoader[T_co]):
         if sharding.device.type != "cpu":
             pinned = self.pin_memory and self._reads and sharding.dispatch is None
             batches = on_device(batches, sharding.device, sharding.copy_ahead, pinned)
+        if sharding.world_size > 1:
+            batches = world.part(Evaluations).watched(iter(batches))
         if sharding.sampler is None:
             batches = self._remembering(batches)
         if sharding.world_size > 1 and world.tells_others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import subprocess
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.house.package import PACKAGE, ROOT, script
+from distwrap.cli import COMMANDS
+from tests.house.package import PACKAGE, ROOT, script, trees
 
 draw, layers = script("draw"), script("layers")
 
@@ -139,3 +141,19 @@ def test_a_circle_is_drawn_in_no_way() -> None:
     """A box that uses one that is not listed before it is an error, since it has no layer."""
     with pytest.raises(KeyError):
         layers.layers_of({"lower": {"upper"}, "upper": {"lower"}})
+
+
+def test_the_page_has_each_part_of_a_run_and_each_command() -> None:
+    """The table of parts names the public classes that are one, and `cli`'s row the commands."""
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    table = page[page.index("| part | room | keeps |") :].split("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    parts = {
+        node.name
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == "RunPart" for base in node.bases)
+    }
+    assert named - {"Activity"} == {name for name in parts if not name.startswith("_")}  # which is one by its methods
+    (row,) = re.findall(r"^\| `cli` \|.*: (.+) \|$", page, re.MULTILINE)
+    assert row.split(", ") == list(COMMANDS)

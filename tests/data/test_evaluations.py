@@ -1,0 +1,76 @@
+"""An evaluation whose numbers the ranks have not put together is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import distwrap as dw
+from distwrap.group.world import current_world
+from distwrap.testing import run_ranks
+
+DATA = TensorDataset(torch.arange(26.0).view(13, 2))
+
+
+def forgotten(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    return sum(x.sum().item() for (x,) in loader) / len(DATA)
+
+
+def reduced(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    return dw.reduce(forgotten(loader), "sum")
+
+
+def gathered(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    return sum(dw.gather(x).sum().item() for (x,) in loader) / len(DATA)
+
+
+def by_torch(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    total = torch.tensor(forgotten(loader))
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
+def on_rank_zero(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    return forgotten(loader) if dw.rank() == 0 else 0.0
+
+
+def left_early(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    return next(x.sum().item() for (x,) in loader)
+
+
+def trains_between(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float]) -> int:
+    """Train, evaluate, train and evaluate; return how many places were told of on this rank by then."""
+    model = dw.wrap_model(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    training = dw.shard_loader(DataLoader(DATA, batch_size=3, shuffle=True))
+    validation = dw.shard_loader(DataLoader(DATA, batch_size=3))
+    for _ in range(2):
+        for (x,) in training:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            evaluate(validation)
+    current_world().conclude()
+    return sum("evaluated alone" in key for key in current_world().counts)
+
+
+@pytest.mark.parametrize("evaluate", [forgotten, on_rank_zero])
+def test_numbers_of_one_rank_are_told_of(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float]) -> None:
+    """A sum over a rank's share that nothing adds up over the ranks is told of once, at its place."""
+    assert run_ranks(trains_between, 2, evaluate)[0] == 1
+
+
+@pytest.mark.parametrize("evaluate", [reduced, gathered, by_torch, left_early])
+def test_numbers_of_all_ranks_are_not(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float]) -> None:
+    """Ranks that exchange anything in an evaluation or after it are left alone, and so is a pass that ends early."""
+    assert run_ranks(trains_between, 2, evaluate) == [0, 0]
+
+
+def test_one_process_is_left_alone() -> None:
+    """In one process the numbers are those of all samples."""
+    assert run_ranks(trains_between, 1, forgotten) == [0]
