@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,10 +120,8 @@ def steps(kind: str) -> int:
 @pytest.mark.parametrize("kind", ["sampler", "batch sampler", "generator", "seed", "split", "split for validation"])
 def test_ranks_whose_orders_differ_are_told(kind: str) -> None:
     """Shares of different orders, or of different splits, overlap: an error names loader, ranks and the remedy."""
-    start = time.monotonic()
     with pytest.raises(LoaderError, match=r"sharded at test_samplers\.py:\d+, rank \d and rank \d go through the data"):
         run_ranks(steps, 2, kind)
-    assert time.monotonic() - start < 20
 
 
 def test_ranks_in_one_order_are_not_disturbed() -> None:
