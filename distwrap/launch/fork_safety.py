@@ -5,6 +5,7 @@ import sys
 import threading
 
 from distwrap._internals.python import can_forget_exit_handlers
+from distwrap._internals.torch_autograd import autograd_has_threads
 from distwrap.devices.kinds import kind_that_prevents_fork
 
 
@@ -21,6 +22,11 @@ def refusal() -> str | None:
         first = kind.first_use()
         where = f", first used at:\n{first}" if first else ""
         return f"this process has initialised an accelerator, which a forked process cannot use{where}"
+    if autograd_has_threads():
+        return (
+            "this process has computed a backward on a node with accelerators, for which torch's autograd has started "
+            "threads; a forked process could compute none"
+        )
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     if others:
         return (

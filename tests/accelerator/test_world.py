@@ -110,6 +110,24 @@ def test_a_fork_after_use() -> None:
     assert "first used at" in done.stdout
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.slow("starts interpreters, each of which imports torch")
+def test_a_fork_after_a_backward_on_the_cpu() -> None:
+    """Autograd then has threads for the devices, and a forked rank could compute no backward: others are started."""
+    script = (
+        "import torch, distwrap as dw\n"
+        "def train():\n    torch.ones(3, requires_grad=True).sum().backward()\n    return str(dw.device())\n"
+        "train()\n"
+        "main = dw.distributed(train, nprocs=2)\n"
+        "print(main())\n"
+        "try:\n    main.options(launcher='fork')()\nexcept dw.errors.ForkError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{accelerator()}:0\n")
+    assert "has computed a backward on a node with accelerators" in done.stdout
+
+
 @pytest.mark.gpu(2, 4)
 def test_collectives_of_both_memories(devices: int) -> None:
     """Tensors of the device and of the CPU in one run: each comes back where it was, and objects on the own device."""
