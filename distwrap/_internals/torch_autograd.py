@@ -4,9 +4,8 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,22 +18,6 @@ Number = float | torch.Tensor
 _KEEPS = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 _MEAN = 1  # as torch numbers reductions
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def autograd_has_threads() -> bool:
-    """Return whether autograd has threads for accelerators, which it starts at the first backward, also of the CPU.
-
-    A process that is forked from this one can compute no backward.
-
-    Relies on the names of these threads, ``pt_autograd_…``, on Linux.
-    Without it: after a backward in the caller, ranks that are forked on a node with accelerators end in torch's own
-    RuntimeError at their first backward.
-    """
-    for path in Path("/proc/self/task").glob("*/comm"):
-        with suppress(OSError):  # a thread that has just ended
-            if path.read_text().startswith("pt_autograd"):
-                return True
-    return False
 
 
 def in_backward() -> bool:

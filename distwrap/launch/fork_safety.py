@@ -3,9 +3,10 @@
 import os
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 from distwrap._internals.python import can_forget_exit_handlers
-from distwrap._internals.torch_autograd import autograd_has_threads
 from distwrap.devices.kinds import kind_that_prevents_fork
 
 
@@ -22,7 +23,7 @@ def refusal() -> str | None:
         first = kind.first_use()
         where = f", first used at:\n{first}" if first else ""
         return f"this process has initialised an accelerator, which a forked process cannot use{where}"
-    if autograd_has_threads():
+    if _autograd_has_threads():
         return (
             "this process has computed a backward on a node with accelerators, for which torch's autograd has started "
             "threads; a forked process could compute none"
@@ -34,3 +35,16 @@ def refusal() -> str | None:
             f"locked in the ranks forever"
         )
     return None
+
+
+def _autograd_has_threads() -> bool:
+    """Return whether autograd has threads for accelerators, which it starts at the first backward, also of the CPU.
+
+    Python does not know them. They have this name in torch 2.6 to 2.15, on Linux; where it is another, torch's own error
+    ends the first backward of a forked rank.
+    """
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has just ended
+            if path.read_text().startswith("pt_autograd"):
+                return True
+    return False
