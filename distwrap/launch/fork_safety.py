@@ -40,8 +40,8 @@ def refusal() -> str | None:
 def _autograd_has_threads() -> bool:
     """Return whether autograd has threads for accelerators, which it starts at the first backward, also of the CPU.
 
-    Python does not know them. They have this name in torch 2.6 to 2.15, on Linux; where it is another, torch's own error
-    ends the first backward of a forked rank.
+    Python does not know them. They have this name in torch 2.6 to 2.15, on Linux. Where it is another, torch's own
+    error ends the first backward of a forked rank.
     """
     for path in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # a thread that has just ended
