@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler, WeightedRandomSampler
 
 from distwrap import load, rank, save, shard_loader
@@ -97,6 +97,9 @@ def test_gone_on_is_uninterrupted(
     n: int, world_size: int, size: int, steps: int, mode: Mode, shuffle: str, drop_last: bool
 ) -> None:
     """With the same ranks and batches, what is left of the epoch and the next one are to the bit what they were."""
+    assume(
+        mode != "pad" or not drop_last or n < size or -(-n // world_size) >= size
+    )  # a rank without a step is refused
     for r in range(world_size):
         options: Any = (n, r, world_size, size, shuffle, mode, drop_last)
         whole, cut, again = sharded(*options), sharded(*options), sharded(*options)
