@@ -108,7 +108,8 @@ def test_what_people_save(tmp_path: Path, make: Callable[[], Any], map_location:
     if make is in_channels and map_location == "meta":
         return  # torch has no quantized tensors without numbers
     state = make()
-    if map_location == "meta" and TORCH_RELEASE >= (2, 15) and "sparse" in str(getattr(state, "layout", "")):
-        return  # nor sparse ones, from 2.15 on
+    is_sparse = "sparse" in str(getattr(state, "layout", ""))
+    if map_location == "meta" and is_sparse and not (2, 7) <= TORCH_RELEASE < (2, 15):
+        return  # nor sparse ones, in 2.6 and from 2.15 on
     torch.save(state, tmp_path / "a.pt")
     assert type(dw.load(tmp_path / "a.pt", map_location=map_location)) is type(state)

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from distwrap.devices import kinds
 from distwrap.devices.kinds import accelerator_of_torch, kind_of
 from distwrap.devices.selection import choose_backend, choose_device, visible_devices
 from distwrap.devices.vendors import VENDORS
@@ -20,9 +21,11 @@ from distwrap.options import Options
 from distwrap.registry import strategies
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.single import SingleStrategy
+from distwrap.versions import TORCH_RELEASE
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import environment
 
+AS_NEWER_TORCH = "the stand-in is that of a package for torch 2.7 or newer"
 # Of a package that tells torch of a type when it is imported.
 STAND_IN = """
 import sys, types, torch
@@ -47,6 +50,12 @@ def installed(folder: Path, package: str, text: str, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(folder))
 
 
+@pytest.fixture(autouse=True)
+def _asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask a torch that is built for CUDA too, also an older one, which would start its driver."""
+    monkeypatch.setattr(kinds, "ASKS_WITHOUT_DRIVER", True)
+
+
 @pytest.fixture
 def _torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", torch.accelerator.current_accelerator)
@@ -60,6 +69,7 @@ def _torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, getattr(torch, name, None), raising=False)
 
 
+@pytest.mark.skipif(TORCH_RELEASE < (2, 7), reason=AS_NEWER_TORCH)
 @pytest.mark.usefixtures("_torch_as_it_was")
 @pytest.mark.parametrize(("spelling", "kind"), [("hpu_parallel", DDPStrategy), ("hpu_single", SingleStrategy)])
 def test_gaudi(spelling: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +95,10 @@ def test_gaudi(spelling: str, kind: type, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("spelling", "words"),
     [
-        (
+        pytest.param(
             "hpu_parallel",
             r"strategy 'hpu_parallel': .*'hpu', Intel's Gaudi, .*habana_frameworks\.torch, is not installed",
+            marks=pytest.mark.skipif(TORCH_RELEASE < (2, 7), reason=AS_NEWER_TORCH),
         ),
         ("xla", r"'xla', Google's TPUs, .*torch_xla, is not installed"),
         ("tpu_spawn", r"torch_xla, is not installed"),
