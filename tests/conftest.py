@@ -181,12 +181,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _scope(nodeid: str) -> str:
-    return "tests/clusters" if nodeid.startswith("tests/clusters/") else nodeid.partition("::")[0]
+    """Return the file of a test, or the folder whose files share daemons, or pytests on pretended devices."""
+    folder = next((each for each in ("tests/clusters/", "tests/accelerator/") if nodeid.startswith(each)), "")
+    return folder or nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests, which share warm ranks, on one worker, and all of tests/clusters/, which share daemons."""
+    """Keep the tests of a scope on one worker: a file's, which share warm ranks, or a folder's."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]

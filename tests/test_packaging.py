@@ -48,6 +48,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / archive.name.removesuffix(".tar.gz")
 
 
+@pytest.mark.slow("builds what would be released")
 def test_everything_of_the_repository_is_in_it(unpacked: Path) -> None:
     """The package, its tests with their helpers, the documentation, the examples and the Makefile are there."""
     for folder in ("distwrap", "tests", "docs", "examples", "benchmarks", ".ci", ".conda", ".github"):
@@ -58,6 +59,7 @@ def test_everything_of_the_repository_is_in_it(unpacked: Path) -> None:
         assert (unpacked / name).exists(), name
 
 
+@pytest.mark.slow("builds what would be released")
 def test_page_of_the_package(unpacked: Path) -> None:
     """The page of the package has the README, without links into the repository, which would lead nowhere there."""
     page = (unpacked / "PKG-INFO").read_text()

@@ -135,6 +135,7 @@ def test_any_other_program_has_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(("command", "code"), [("--help", 0), ("help check", 0), ("report", 1), ("check", 1)])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_reader_that_leaves_early(command: str, code: int, unbuffered: str, tmp_path: Path) -> None:
     """A command whose output is no longer read, as after ``| head``, ends without a word.
 

@@ -71,6 +71,7 @@ def program(name: str) -> Path:
 
 
 @each_program
+@pytest.mark.slow("reads programs of hundreds of lines")
 def test_the_text(name: str) -> None:
     """A program becomes the text beside it, and nothing that it computes is left for a person to write."""
     result = converted(program(name))

@@ -48,6 +48,7 @@ def test_the_text(path: Path) -> None:
 
 
 @each_program
+@pytest.mark.slow("reads programs of hundreds of lines")
 def test_check_finds_nothing(path: Path) -> None:
     """Neither the program for one process nor the converted one has a fault."""
     assert [each.text(path.name) for each in (*check(read(path)[0]), *check(read(after(path))[0]))] == []
@@ -89,6 +90,7 @@ def test_the_weights_are_those_of_one_process(name: str, runner: Runner, tmp_pat
 
 @pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
 @pytest.mark.parametrize("name", ["vae", "dcgan"])
+@pytest.mark.slow("runs each program before and after its conversion")
 def test_without_learning_the_numbers_stay(name: str, as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
     """Models are made alike on all ranks, and an evaluation of what no rank draws is that of one process."""
     path = PROGRAMS / f"{name}.py"

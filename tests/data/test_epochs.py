@@ -107,6 +107,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["new workers", "persistent workers"])
 @pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.slow("starts workers, again and again")
 def test_workers_fetch_the_same_epochs(kind: str, persistent: bool) -> None:
     """With two workers, kept over the epochs or not, the same batches come in the same epochs as without."""
     options, mode = LOADERS[kind]

@@ -158,6 +158,7 @@ def test_a_rank_does_not_wait_for_others_that_wait_for_it() -> None:
         run_ranks(on_rank, 2, timeout=SOON)
 
 
+@pytest.mark.slow("fills memory until no more fits")
 def test_what_a_try_has_made_is_freed() -> None:
     """Before the next try nothing of the last one is there, not in a traceback either."""
     left: list[weakref.ref[torch.Tensor]] = []

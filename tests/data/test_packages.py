@@ -86,6 +86,7 @@ def test_a_stateful_loader_of_a_single_process() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow("imports other packages of data")
 def test_a_stateful_loader_over_an_iterable_dataset(workers: int) -> None:
     """It knows the position where nobody else does: what workers fetched ahead is not lost."""
     seen = []

@@ -67,6 +67,7 @@ def test_other_epochs_and_seeds_are_others() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.slow("starts workers, again and again")
 def test_a_rank_draws_what_it_draws(workers: int) -> None:
     """The same again in another run, and for any number of workers; other numbers on the other rank and later."""
     options: dict[str, Any] = {"num_workers": workers}
@@ -96,6 +97,7 @@ def test_persistent_workers_draw_by_the_epoch(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow("starts workers, again and again")
 def test_augmentation_goes_on_where_it_was_cut_off(workers: int) -> None:
     """In an epoch that goes on, the batches have the random numbers that they would have had."""
 

@@ -118,6 +118,7 @@ AFTER: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("what", AFTER)
+@pytest.mark.slow("waits for a limit to pass")
 def test_one_rank_stops_early(what: str) -> None:
     """A rank that has left the loop, and waits elsewhere, is named long before the time limit."""
 

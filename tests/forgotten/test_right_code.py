@@ -236,6 +236,7 @@ PROGRAMS: list[Callable[[], list[float]]] = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_is_left_alone(program: Callable[[], list[float]]) -> None:
     """It ends on two ranks with the numbers of one process, to 1e-9."""
     [expected] = run_ranks(program, 1)

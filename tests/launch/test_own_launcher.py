@@ -116,6 +116,7 @@ def ranks() -> tuple[int, int]:
     return dw.rank(), int(dw.gather(dw.rank()).sum())
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_its_name_is_known() -> None:
     """A registered launcher is listed, and a wrong name is still refused."""
     assert dw.available_launchers()["folder"] == "files in a folder"

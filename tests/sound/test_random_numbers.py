@@ -50,6 +50,7 @@ def draws() -> list[Any]:
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_ranks_decide_alike_without_a_seed(launcher: Any) -> None:
     """All generators, and the order of a set of strings, are alike on the ranks that we start, and the caller's."""
     one = (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state())

@@ -53,12 +53,14 @@ def _of_inputs() -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_gradients_by_name_are_refused_where_there_would_be_none(strategy: str) -> None:
     """Whatever way they are asked for; the loss is as good as before."""
     distributed(strategy=strategy, nprocs=2, timeout=60)(_refused)()
     assert torch.autograd._engine_run_backward is own_engine  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_gradients_of_inputs_and_of_penalties_are_those_of_one_process() -> None:
     """Neither goes through an exchange."""
     expected = _of_inputs()

@@ -180,6 +180,7 @@ def in_one_process() -> dict[str, Any]:
     ],
     ids=lambda value: str(value),
 )
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_it_trains_as_one_process_does(nprocs: int, options: dict[str, Any], in_one_process: dict[str, Any]) -> None:
     """Every schedule, on two pipelines too, gives one process's weights and losses, in all ways of a loop."""
     run = dw.distributed(strategy=PipelineStrategy(**options), nprocs=nprocs, returns="all", timeout=60)
@@ -214,6 +215,7 @@ def in_half(precision: str, poisoned: bool) -> tuple[dict[str, Any], list[bool]]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_half_precision(precision: str) -> None:
     """In half precision it trains as one process does, and skips a step on all ranks alike."""
     poisoned = precision == "fp16"

@@ -114,6 +114,7 @@ def everything(strategy: str) -> dict[tuple[str, str], Any]:
     ("strategy", "nprocs"),
     [("zero1", 2), ("zero2", 3), slow("zero1", 3, why=MORE_RANKS), slow("zero2", 2, why=MORE_RANKS)],
 )
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_it_trains_as_one_process_and_each_rank_has_its_share(strategy: str, nprocs: int) -> None:
     """Each optimizer, in each way of a step, ends where one process does; its state is on one rank or another."""
     ranks = run_ranks(everything, nprocs, strategy, timeout=60)
