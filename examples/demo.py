@@ -30,11 +30,11 @@ from distwrap import distributed, save, shard_loader, wrap_model
 class Net(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
-            nn.Conv2d(1, 32, 3, padding=1),
+            nn.Conv2d(1, 64, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(32, 32, 3, padding=1),
+            nn.Conv2d(64, 64, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1),
+            nn.Conv2d(64, 64, 3, stride=2, padding=1),
             nn.ReLU(),
             nn.Flatten(),
             nn.Linear(64 * 4 * 4, 10),
@@ -55,8 +55,8 @@ def main(epochs: int, out: Path) -> Training:
     torch.manual_seed(0)
     train_set, test_set = load_data()
     model = wrap_model(Net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train_loader = shard_loader(DataLoader(train_set, batch_size=64, shuffle=True), batch_size="global")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    train_loader = shard_loader(DataLoader(train_set, batch_size=96, shuffle=True), batch_size="global")
     test_loader = shard_loader(DataLoader(test_set, batch_size=100))
     accuracy, seconds = 0.0, []
     for epoch in range(1, epochs + 1):
