@@ -10,7 +10,7 @@ from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.names import AUGMENTING, COLLECTIVES, DATA_PARALLEL, INIT, SAMPLER, SEEDS, WRAPPER
 from distwrap.convert.own_data import own_branches
-from distwrap.convert.script import Script, argument, constant, is_about_rank, path_of
+from distwrap.convert.script import Function, Script, argument, constant, is_about_rank, path_of
 from distwrap.convert.values import root_of
 
 _DISTWRAP = "distwrap."
@@ -181,8 +181,7 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
         shared = _is_given_to_a_collective(script, path, scope)
         parts = [each for name in script.find(cst.Name, added.value) for each in facts.values.bound(name)]
         shared = shared or any(_is_collective(script, each.unpacked or each.value) for each in parts)
-        calls = facts.values.callers(function) if function is not None else []
-        shared = shared or any(_is_collective(script, each) for call in calls for each in script.ancestors(call))
+        shared = shared or _is_called_in_a_collective(facts, function)
         end = script.span(loop)[1]
         reads = [node for node in script.find(cst.Name, scope) if node.value == path and script.span(node)[0] > end]
         if reads and not shared:
@@ -199,13 +198,12 @@ def _own_sums_in_one_expression(facts: ScriptFacts, notes: Notes) -> None:
         summed = call.args[0].value if call.args else None
         if not isinstance(summed, (cst.GeneratorExp, cst.ListComp)) or not any(script.method_calls("item", summed.elt)):
             continue
-        if not _is_shared(facts, summed.for_in) or any(_is_collective(script, each) for each in script.ancestors(call)):
+        if not _is_shared(facts, summed.for_in) or _is_in_a_collective(script, call):
             continue
         function, made = script.function_of(call), script.assignment_of(call)
         path = None if made is None else path_of(made.targets[0].target)
-        callers = facts.values.callers(function) if function is not None else []
         shared = path is not None and _is_given_to_a_collective(script, path, function or script.tree)
-        if not shared and not any(_is_collective(script, each) for one in callers for each in script.ancestors(one)):
+        if not shared and not _is_called_in_a_collective(facts, function):
             notes.add(
                 script.line(call), "own-sum", "this sum is of this rank's share alone",
                 'reduce(sum(…), op="sum"), or mean(sum(…) / count, count)',
@@ -218,6 +216,15 @@ def _is_given_to_a_collective(script: Script, path: str, scope: cst.CSTNode) -> 
         and any(name.value == path for arg in call.args for name in script.find(cst.Name, arg))
         for call in script.find(cst.Call, scope)
     )
+
+
+def _is_called_in_a_collective(facts: ScriptFacts, function: Function | None) -> bool:
+    calls = facts.values.callers(function) if function is not None else []
+    return any(_is_in_a_collective(facts.script, call) for call in calls)
+
+
+def _is_in_a_collective(script: Script, node: cst.CSTNode) -> bool:
+    return any(_is_collective(script, each) for each in script.ancestors(node))
 
 
 def _is_collective(script: Script, node: cst.CSTNode | None) -> bool:
