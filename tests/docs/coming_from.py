@@ -65,11 +65,14 @@ def trained_by(
                 start_new_session=True,
             )
         try:
-            code = process.wait(seconds)
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
         finally:
             if process.poll() is None:  # with the ranks that it has started
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        assert code is not None, f"{command} did not end in {seconds} s\n{told.read_text()}"
         assert code == 0, f"{command}\n{told.read_text()}"
     return {path.name: state_in(path) for path in sorted(folder.glob("*.pt"))}
 

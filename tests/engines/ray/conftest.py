@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
 from distwrap.group import world
+
+# Ray gives its workers a niceness of 15, with which they get next to nothing of busy cores.
+os.environ["RAY_worker_niceness"] = "0"
 
 
 @pytest.fixture(autouse=True)

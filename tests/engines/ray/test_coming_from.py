@@ -16,4 +16,4 @@ def test_before_and_after_train_the_same_weights(tmp_path: Path) -> None:
     home.mkdir()
     (tmp_path / "run").mkdir()
     environment = {"HOME": str(home), "RAY_AUTH_MODE": "disabled"}
-    assert_page_holds("ray_train", tmp_path / "run", environment, seconds=400)  # Ray Train takes minutes on busy cores
+    assert_page_holds("ray_train", tmp_path / "run", environment, seconds=400)
