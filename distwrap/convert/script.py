@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,19 +38,20 @@ class Script:
 
     def __init__(self, text: str, name: str = "<script>") -> None:
         self.name, self.text, self.data = name, text, text.encode()
+        _refuse_unreadable(text, name)
         try:
             wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+            self.tree = wrapper.module
+            self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
+            self._parents: Any = wrapper.resolve(ParentNodeProvider)
+            self._names: Any = wrapper.resolve(QualifiedNameProvider)
+            self._nodes: list[cst.CSTNode] = []  # in the order of the text: those in a node follow it
+            self._places: dict[cst.CSTNode, slice] = {}  # in that list, of each node with those within it
+            self._list(self.tree)
         except cst.ParserSyntaxError as error:
-            line, reason = _first_error(text) or (error.raw_line, error.message)
-            where = name if line is None else f"{name}, line {line}"  # none for a byte that no text has
-            raise ConversionError(f"{where}: Python 3 cannot read this: {reason}") from error
-        self.tree = wrapper.module
-        self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
-        self._parents: Any = wrapper.resolve(ParentNodeProvider)
-        self._names: Any = wrapper.resolve(QualifiedNameProvider)
-        self._nodes: list[cst.CSTNode] = []  # in the order of the text, so those within a node follow right after it
-        self._places: dict[cst.CSTNode, slice] = {}  # in that list, of each node with those within it
-        self._list(self.tree)
+            raise ConversionError(f"{name}, line {error.raw_line}: libcst cannot read this: {error.message}") from error
+        except RecursionError as error:
+            raise ConversionError(_nested(name)) from error
 
     @cached_property
     def newline(self) -> str:
@@ -219,15 +221,23 @@ class Script:
         return {node.value for node in self.find(cst.Name) if not self.is_label(node)}
 
 
-def _first_error(text: str) -> tuple[int | None, str] | None:
-    """Return the line of a syntax error, and Python's words for it; none where Python itself finds none."""
+def _refuse_unreadable(text: str, name: str) -> None:
+    """Raise an error for a script that Python cannot read; libcst ends the process for some of them."""
     try:
-        ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the script's own
+            ast.parse(text)
     except SyntaxError as error:
-        return error.lineno, error.msg
-    except ValueError as error:  # null bytes
-        return None, str(error)
-    return None
+        where = name if error.lineno is None else f"{name}, line {error.lineno}"  # none for null bytes
+        raise ConversionError(f"{where}: Python 3 cannot read this: {error.msg}") from error
+    except ValueError as error:  # null bytes, in Python before 3.12
+        raise ConversionError(f"{name}: Python 3 cannot read this: {error}") from error
+    except (RecursionError, MemoryError) as error:
+        raise ConversionError(_nested(name)) from error
+
+
+def _nested(name: str) -> str:
+    return f"{name}: distwrap cannot read this: its code is nested too deep."
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:

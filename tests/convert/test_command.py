@@ -107,6 +107,9 @@ def test_wishes() -> None:
     [
         ("x = 3\n", "there is no training loop"),
         ("x = 3\ndef f(:\n", "line 2: Python 3 cannot read this: invalid syntax"),
+        ("x = " + "(" * 3000 + "1" + ")" * 3000, "line 1: Python 3 cannot read this: too many nested parentheses"),
+        ("x = " + "not " * 3000 + "1", "cannot read this: its code is nested too deep"),
+        ("x = " + "'a' " * 3000, "cannot read this: its code is nested too deep"),
         ("print 3\n", "line 1: Python 3 cannot read this: Missing parentheses in call to 'print'"),
         (
             "from elsewhere import optimizer, model\nfor x in range(3):\n    model(x).backward()\n"
