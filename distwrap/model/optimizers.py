@@ -18,7 +18,11 @@ from distwrap.model.wrapped_models import WrappedModels, bound_strategy, paramet
 
 
 class Optimizers(RunPart):
-    """The optimizers that have stepped in a run, each looked at once for each number of its groups of parameters."""
+    """The optimizers that have stepped in a run, each looked at once for each number of its groups of parameters.
+
+    Attributes:
+        steps: how many steps they have begun.
+    """
 
     def __init__(self, world: World) -> None:
         self._rank, self._models, self._drift = world.placement.rank, world.part(WrappedModels), world.part(Drift)
@@ -26,6 +30,7 @@ class Optimizers(RunPart):
         self._plateaus = world.part(Plateaus) if world.tells_others else None
         self._rates = world.part(LearningRates) if world.tells_others else None
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.steps = 0
         self._handle = register_optimizer_step_pre_hook(self._before)
 
     @property
@@ -38,6 +43,7 @@ class Optimizers(RunPart):
         self._handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self._check(optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
         self._drift.step(optimizer)

@@ -20,8 +20,27 @@ def forgotten(loader: DataLoader[tuple[torch.Tensor]]) -> float:
     return sum(x.sum().item() for (x,) in loader) / len(DATA)
 
 
+def with_gradients(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    with torch.enable_grad():
+        return forgotten(loader)
+
+
+def without_gradients_in_the_loop(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    total = 0.0
+    with torch.enable_grad():
+        for (x,) in loader:
+            with torch.no_grad():
+                total += x.sum().item()
+    return total
+
+
 def reduced(loader: DataLoader[tuple[torch.Tensor]]) -> float:
     return dw.reduce(forgotten(loader), "sum")
+
+
+def reduced_after_another_pass(loader: DataLoader[tuple[torch.Tensor]]) -> float:
+    with torch.enable_grad():
+        return dw.reduce(forgotten(loader) + forgotten(loader), "sum")
 
 
 def gathered(loader: DataLoader[tuple[torch.Tensor]]) -> float:
@@ -59,13 +78,13 @@ def trains_between(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float])
     return sum("evaluated alone" in key for key in current_world().counts)
 
 
-@pytest.mark.parametrize("evaluate", [forgotten, on_rank_zero])
+@pytest.mark.parametrize("evaluate", [forgotten, on_rank_zero, with_gradients, without_gradients_in_the_loop])
 def test_numbers_of_one_rank_are_told_of(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float]) -> None:
     """A sum over a rank's share that nothing adds up over the ranks is told of once, at its place."""
     assert run_ranks(trains_between, 2, evaluate)[0] == 1
 
 
-@pytest.mark.parametrize("evaluate", [reduced, gathered, by_torch, left_early])
+@pytest.mark.parametrize("evaluate", [reduced, reduced_after_another_pass, gathered, by_torch, left_early])
 def test_numbers_of_all_ranks_are_not(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float]) -> None:
     """Ranks that exchange anything in an evaluation or after it are left alone, and so is a pass that ends early."""
     assert run_ranks(trains_between, 2, evaluate) == [0, 0]
