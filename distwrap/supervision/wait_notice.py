@@ -158,7 +158,8 @@ def notice_of(rank: int, locations: Mapping[int, Location | str], seconds: float
     who = f"{named_ranks(first)} {'has' if len(first) == 1 else 'have'} waited {wait.seconds:.0f} s {here}"
     if others:
         who += f", and {_listed([f'{named_ranks(members)} {where}' for where, members in others])},"
-    awaited = _awaited(answers[rank], {other: each for other, each in locations.items() if other not in waits})
+    busy = {other: each for other, each in locations.items() if other not in waits}
+    awaited = _awaited(answers[rank], _peers_of([waits[other] for other in first], busy))
     until = f"{'They wait' if several else 'It waits'} up to {timeout:g} s"
     if wait.worker in awaited:
         awaited = {wait.worker: awaited[wait.worker]}
@@ -190,6 +191,12 @@ def _awaited(mine: Location, others: Mapping[int, Location | str]) -> dict[int, 
     elsewhere = {rank: each for rank, each in others.items() if isinstance(each, str) or _place(each) != _place(mine)}
     behind = {rank: each for rank, each in elsewhere.items() if isinstance(each, str) or each.begun < mine.begun}
     return behind or elsewhere
+
+
+def _peers_of(waits: list[Wait], busy: Mapping[int, Location | str]) -> Mapping[int, Location | str]:
+    """Return the busy ranks with which those that wait exchange, if that is known; all of them if none of those is."""
+    peers = {rank: each for rank, each in busy.items() if any(rank in wait.ranks for wait in waits)}
+    return peers if peers and all(wait.ranks for wait in waits) else busy
 
 
 def _place(location: Location) -> str:

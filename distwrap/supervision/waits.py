@@ -3,11 +3,12 @@
 import linecache
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from distwrap._internals.torch_groups import collectives_begun
 from distwrap.devices.cpus import thread_times
@@ -16,6 +17,7 @@ from distwrap.supervision import stacks
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _DATA = os.path.join(_TORCH, "utils", "data", "")
+_COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
 _TORCHS = (os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "nn", "parallel", "distributed.py"))
 _OPERATORS = os.path.join("torch", "_ops.py")  # in which a functional collective of torch's waits
 _HOROVOD = os.sep + os.path.join("horovod", "")
@@ -47,11 +49,13 @@ class Wait(NamedTuple):
         kind: ``"exchange"``; ``"work"`` of one rank; ``"perhaps"``, as in a call on an accelerator, which is a wait if
             other ranks are behind; or ``"debugger"``, in which a person takes their time.
         worker: the rank whose work it waits for, or -1.
+        ranks: the only ranks that it may wait for, as those of a process group; empty if it may be any.
     """
 
     seconds: float
     kind: Kind
     worker: int = -1
+    ranks: tuple[int, ...] = ()
 
 
 def read_wait(value: Any) -> Wait | None:
@@ -63,8 +67,8 @@ def read_wait(value: Any) -> Wait | None:
     """
     if value is None:
         return None
-    seconds, kind, worker = value
-    return Wait(float(seconds), kind, int(worker))
+    seconds, kind, worker, ranks = value
+    return Wait(float(seconds), kind, int(worker), tuple(map(int, ranks)))
 
 
 class StackFrame(NamedTuple):
@@ -122,7 +126,7 @@ class MainThread:
             kind = "exchange" if _may_compute(self._frames) else None  # it would have been seen to compute
         if kind is None:
             return None
-        return Wait(self.stood, kind, self._worker() if kind == "work" else -1)
+        return Wait(self.stood, kind, self._worker() if kind == "work" else -1, peers_of(stacks.frame_of()))
 
     def _computed(self, seconds: float) -> bool:
         """Return whether the thread has computed since the last look; never on an accelerator, where it may spin."""
@@ -144,6 +148,27 @@ def frames_from(frame: FrameType | None) -> list[StackFrame]:
                 break
             frame = frame.f_back
     return frames
+
+
+def peers_of(frame: FrameType | None) -> tuple[int, ...]:
+    """Return the ranks with which a thread exchanges in a call of torch.distributed; empty if that is not known."""
+    with stacks.no_collection():
+        while frame is not None and not stacks.is_users(frame.f_code.co_filename):
+            if frame.f_code.co_filename == _COLLECTIVES and (found := _peers_in(frame.f_code.co_name, frame.f_locals)):
+                return found
+            frame = frame.f_back
+    return ()
+
+
+def _peers_in(name: str, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the peers of a call with these local variables, in which torch keeps them by these names."""
+    end, group = {"recv": "src", "send": "dst"}.get(name, ""), given.get("group")
+    if isinstance(peer := given.get(end), int):
+        return (peer,)
+    if not isinstance(group, dist.ProcessGroup):
+        return ()
+    peer = given.get(f"group_{end}")
+    return tuple(dist.get_process_group_ranks(group)) if peer is None else (dist.get_global_rank(group, peer),)
 
 
 def waiting_loop_in(frames: list[StackFrame]) -> list[StackFrame]:

@@ -276,6 +276,35 @@ def test_a_later_wait_at_the_same_place(tmp_path: Path) -> None:
     assert second >= 2
 
 
+def some_wait_for_some(path: Path) -> None:
+    pair = dist.new_group([1, 2])
+    with heard(path):
+        if dw.rank() == 1:
+            dist.recv(torch.ones(1), src=2)
+            dist.all_reduce(torch.ones(1), group=pair)
+        else:
+            keep_waiting(path, 1)
+            if dw.rank() == 2:
+                dist.send(torch.ones(1), dst=1)
+            keep_waiting(path, 2)
+            if dw.rank() == 2:
+                dist.all_reduce(torch.ones(1), group=pair)
+        dw.barrier()
+
+
+@pytest.mark.slow("waits for a limit to pass")
+def test_a_wait_for_one_rank_or_for_a_group(tmp_path: Path) -> None:
+    """Ranks that have no part in the exchange are not said to be waited for."""
+    path = tmp_path / "told"
+    run_ranks(some_wait_for_some, 4, path, timeout=LIMIT)
+    for line, what in zip(lines(path, "waited"), ("recv", "all_reduce"), strict=True):
+        assert re.fullmatch(
+            rf"distwrap: rank 1 has waited \d+ s in {what} at test_wait_notice\.py:\d+ for rank 2, which is in "
+            r"(keep_waiting|lines|read_text) at test_wait_notice\.py:\d+(, step \d+)?\. It waits up to \d+ s\.",
+            line,
+        ), line
+
+
 def stands_still(path: Path) -> None:
     pids = dw.gather_object(os.getpid())
     with heard(path):
@@ -412,6 +441,14 @@ def test_who_is_behind_is_waited_for() -> None:
     assert "for rank 1, which is in log at a.py:5, and rank 2, which is in evaluate at a.py:7." in told(
         0, backward, there("log", "a.py:5", begun=8), there("evaluate", "a.py:7", begun=8)
     )
+
+
+def test_who_has_a_part_in_the_exchange_is_waited_for() -> None:
+    """Others are named only where those with a part in it all wait themselves, so that nobody knows."""
+    busy, late = Location("log", "a.py:5"), Location("evaluate", "a.py:7")
+    waits = Location("recv", "a.py:1", wait=Wait(31, "exchange", ranks=(2,)))
+    assert "in recv at a.py:1 for rank 2, which is in evaluate at a.py:7." in told(0, waits, busy, late)
+    assert "for rank 1, which is in log at a.py:5." in told(0, waits, busy, there("barrier", "a.py:9", 31))
 
 
 def test_a_call_on_an_accelerator_may_be_a_wait() -> None:
