@@ -6,11 +6,14 @@ Every function says which names it relies on, and what happens without them; all
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 
 def set_timeout(group: Any, limit: timedelta) -> None:
@@ -24,6 +27,19 @@ def set_timeout(group: Any, limit: timedelta) -> None:
             group.set_timeout(limit)
     elif hasattr(distributed_c10d, "_set_pg_timeout"):
         distributed_c10d._set_pg_timeout(limit, group)
+
+
+def skip_first_messages(stage: "PipelineStage") -> None:
+    """Let a stage on the CPU send its neighbours nothing before the first pass.
+
+    In torch 2.9 such a message has another type than the tensor that receives it, and gloo ends the process.
+
+    Relies on ``torch.distributed.pipelining.stage:_PipelineStageBase._get_init_p2p_neighbors_ops`` (before torch 2.15).
+    Without it: torch sends no such message.
+    """
+    name = "_get_init_p2p_neighbors_ops"
+    if stage.device.type == "cpu" and hasattr(stage, name):
+        setattr(stage, name, list)
 
 
 def _state_of(module: nn.Module) -> Any:

@@ -29,6 +29,7 @@ class ReliedOn(NamedTuple):
         function: which uses it.
         without: the words that say what happens without it.
         since: the first version of torch that has the name, where older ones are supported too.
+        before: the first version of torch that does not have it any more.
     """
 
     module: str
@@ -36,6 +37,11 @@ class ReliedOn(NamedTuple):
     function: str
     without: str
     since: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+
+    def is_in(self, release: tuple[int, ...]) -> bool:
+        """Return whether that version of torch has the name."""
+        return self.since <= release and (not self.before or release < self.before)
 
     @property
     def owner(self) -> str:
@@ -61,10 +67,10 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
         text = " ".join((inspect.getdoc(function) or "").split())
         without = re.search(r"Without it: (.+?\.)(?: Args:| Returns:| Raises:| Example:|$)", text)
         names = text.partition("Relies on ")[2].partition(" Without it:")[0]
-        for path, release in re.findall(r"``([^`]+)``(?: \(since torch ([\d.]+)\))?", names):
+        for path, bound, release in re.findall(r"``([^`]+)``(?: \((since|before) torch ([\d.]+)\))?", names):
             where, _, expression = path.partition(":")
-            since = tuple(map(int, release.split("."))) if release else ()
-            yield ReliedOn(where, expression, name, without[1] if without else "", since)
+            bounds = {bound: tuple(map(int, release.split(".")))} if bound else {}
+            yield ReliedOn(where, expression, name, without[1] if without else "", **bounds)
 
 
 MODULES = [import_module(f"{_internals.__name__}.{each.name}") for each in iter_modules(_internals.__path__)]

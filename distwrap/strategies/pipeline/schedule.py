@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
+from distwrap._internals.torch_sharding import skip_first_messages
 from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.tensor_exchange import gather_numbers
@@ -199,8 +200,11 @@ class TrainingPass:
             looped = ScheduleInterleaved1F1B if count % len(line.ranks) == 0 else ScheduleLoopedBFS
             self._schedule: Any = looped(stages, **options)
         else:
+            (stage,) = stages
+            stage.num_stages = min(count, line.stages)  # torch 2.9 makes no schedule of fewer microbatches than stages
             one_by_one = kind != "gpipe" and count >= line.stages
-            self._schedule = (Schedule1F1B if one_by_one else ScheduleGPipe)(stages[0], **options)
+            self._schedule = (Schedule1F1B if one_by_one else ScheduleGPipe)(stage, **options)
+            stage.num_stages = line.stages
 
     def run(self, method: Method, given: Sequence[Any], reduction: str, scale: float) -> PassSums:
         """Leave the gradients of a weighted sum of the microbatches' losses in the parameters.
@@ -243,7 +247,7 @@ class TrainingPass:
         is_last = stage == line.stages - 1
         given = tensors_in(outputs[ends[stage - 1] - 1]) if stage else []
         returned = [torch.empty(1, dtype=self._loss_type)] if is_last else tensors_in(outputs[ends[stage] - 1])
-        return PipelineStage(
+        made = PipelineStage(
             _Part(self, stage, is_last),
             stage,
             line.stages,
@@ -252,6 +256,8 @@ class TrainingPass:
             output_args=tuple(_empty(tensor, line).requires_grad_(tensor.requires_grad) for tensor in returned),
             group=line.group,
         )
+        skip_first_messages(made)
+        return made
 
     def part(self, stage: int, received: tuple[torch.Tensor, ...], number: int, is_last: bool) -> Any:
         """Run a stage's part of a microbatch."""
