@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -19,6 +18,7 @@ from distwrap.errors import OptionError
 from distwrap.group.collective_guard import guard_collectives
 from distwrap.group.rank_zero import on_rank_zero
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.packages import require_package
 from distwrap.wording import unknown_name
 
 Values = Mapping[str, float]
@@ -137,13 +137,13 @@ def _of_name(name: str) -> MetricsDestination:
     if kind == "stdout":
         return MetricsDestination(lambda values, step, _: print(_as_line(values, step), flush=True))
     if kind == "tensorboard":
-        _require("tensorboard", name)
+        require_package("tensorboard", f"log(to={name!r})", extra="loggers")
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(place or None)
         return _of_logger(writer)._replace(close=writer.close)
     if kind == "wandb":
-        _require("wandb", name)
+        require_package("wandb", f"log(to={name!r})", extra="loggers")
         import wandb
 
         begun = ExitStack()
@@ -156,7 +156,7 @@ def _of_name(name: str) -> MetricsDestination:
 
         return MetricsDestination(write, begun.close)
     if kind == "mlflow":
-        _require("mlflow", name, "mlflow-skinny")
+        require_package("mlflow", f"log(to={name!r})", extra="loggers", distribution="mlflow-skinny")
         import mlflow
 
         began = mlflow.active_run() is None
@@ -288,14 +288,6 @@ def _number(name: str, value: Any) -> float:
 def _as_line(values: Values, step: int) -> str:
     numbers = (f"{name} {value if isinstance(value, int) else format(value, '.6g')}" for name, value in values.items())
     return f"step {step}: {', '.join(numbers)}"
-
-
-def _require(package: str, name: str, distribution: str | None = None) -> None:
-    if find_spec(package) is None:
-        raise OptionError(
-            f"log(to={name!r}) needs the package {distribution or package!r}, which is not installed: "
-            f"pip install 'distwrap[loggers]'."
-        )
 
 
 def _leave() -> None:
