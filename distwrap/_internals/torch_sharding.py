@@ -3,6 +3,7 @@
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -24,6 +25,15 @@ def set_timeout(group: Any, limit: timedelta) -> None:
             group.set_timeout(limit)
     elif hasattr(distributed_c10d, "_set_pg_timeout"):
         distributed_c10d._set_pg_timeout(limit, group)
+
+
+def silence_redistribution() -> None:
+    """Keep torch from a warning at each clip of gradients: their norm is redistributed in several steps.
+
+    Relies on ``torch.distributed.tensor._redistribute:logger``, which has the module's name.
+    Without it: the warnings are printed.
+    """
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def _state_of(module: nn.Module) -> Any:
