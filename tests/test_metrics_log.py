@@ -22,7 +22,7 @@ from distwrap.errors import CollectiveInRankZeroError, OptionError
 from distwrap.group.world import current_world
 from distwrap.metrics_log import MetricsLog
 from distwrap.testing import run_ranks
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from torch import nn
 
 import distwrap
 from tests.docs.pages import TORCHS_OWN
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"

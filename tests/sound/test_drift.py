@@ -25,7 +25,7 @@ from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.testing import run_ranks
-from tests.limits import slow
+from tests.slow import slow
 
 STEPS = 12
 LATE = 5  # the step at which a late fault begins
