@@ -21,7 +21,9 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from typing import Any
 
-from timing import Row, Samples, arguments, compare, report
+from command_line import arguments, compare
+from samples import Samples
+from table import Row, report
 
 from distwrap.environments import Placement
 from distwrap.network import stores
