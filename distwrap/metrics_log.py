@@ -13,6 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from distwrap.checkpoint.files import write_atomically
 from distwrap.checks import whole
 from distwrap.errors import OptionError
 from distwrap.group.collective_guard import guard_collectives
@@ -84,6 +85,11 @@ class MetricsLog(RunPart):
             raise OptionError(f"log() takes a dict of numbers by name, not a {type(metrics).__qualname__}.")
         values = {str(name): _number(str(name), value) for name, value in metrics.items()}
         given = None if step is None else int(whole(0)("step", step))
+        if isinstance(to, (list, tuple)) and not to:
+            raise OptionError(
+                f"log(to={to!r}) names no destination: give one, as to='metrics.csv', or leave to= out, for the "
+                "destination of the call before."
+            )
         with self._writing:
             number = self._step + 1 if given is None else given
             if to is not None:
@@ -254,13 +260,14 @@ class MetricsTable:
         """Write the file again with more columns: whole, or not at all."""
         rows = self._read()[1:]
         columns = [*self._columns, *new]
-        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
-        self._file.close()
-        beside.replace(self._path)
+
+        def write(beside: Path) -> None:
+            with beside.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(columns)
+                writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+
+        write_atomically(self._path, write, self._file.close)
         self._file = self._append()
 
 
