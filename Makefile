@@ -88,7 +88,7 @@ docs: $(VENV)/.installed-docs
 docs-serve: docs
 	$(bin)/python -m http.server --bind 127.0.0.1 --directory build/docs 8000
 
-bench: $(VENV)/.installed-bench
+bench: $(VENV)/.installed-test
 	$(bin)/python benchmarks/launch.py
 	$(bin)/python benchmarks/step.py
 	$(bin)/python benchmarks/checkpoint.py
@@ -141,8 +141,7 @@ $(bin)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-demo: extras := all,examples
-$(VENV)/.installed-test: extras := test,examples
-$(VENV)/.installed-bench: extras := bench
+$(VENV)/.installed-test: extras := test
 $(VENV)/.installed-dev: extras := dev
 $(VENV)/.installed-docs: extras := docs
 $(VENV)/.installed-versions: extras := versions

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ports import free_port
-from timing import Row, Samples
+from samples import Samples
+from table import Row
 
 MEGABYTE = 2**20
 LIMIT = 300.0  # seconds for an answer

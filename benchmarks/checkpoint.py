@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import Row, Samples, arguments, compare, in_turns, report
+from command_line import arguments, compare
+from samples import Samples, in_turns
+from table import Row, report
 
 from distwrap import save, wait_for_saves
 

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from command_line import arguments, compare
 from ports import free_port
-from timing import Row, Samples, arguments, compare, in_turns, per_call, report
+from samples import Samples, in_turns, per_call
+from table import Row, report
 
 from distwrap.environments import detect
 

@@ -6,7 +6,9 @@ python benchmarks/codecs.py [--quick] [--json FILE] [--plot FILE.png]
 from __future__ import annotations
 
 import torch
-from timing import Row, arguments, compare, in_turns, per_call, report
+from command_line import arguments, compare
+from samples import in_turns, per_call
+from table import Row, report
 
 from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 

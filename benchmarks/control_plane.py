@@ -21,14 +21,16 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from typing import Any
 
-from timing import Row, Samples, arguments, compare, report
+from command_line import arguments, compare
+from samples import Samples
+from table import Row, report
 
 from distwrap.environments import Placement
 from distwrap.network import stores
 from distwrap.supervision import bells, failure_news, stall_detection
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import TICK_SECONDS, Channel
-from distwrap.supervision.hang_report import Activity
 
 PROCESSES = 4
 A_NODE = 8

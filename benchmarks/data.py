@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Row, Samples, arguments, compare, in_turns, left_out_of_quick, report
+from command_line import arguments, compare, left_out_of_quick
+from samples import Samples, in_turns
+from table import Row, report
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 BATCH = 64

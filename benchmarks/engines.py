@@ -21,7 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from asked_ranks import Memory, Ranks, most, ratio_row
-from timing import Row, Samples, arguments, compare, in_turns, left_out_of_quick, report
+from command_line import arguments, compare, left_out_of_quick
+from samples import Samples, in_turns
+from table import Row, report
 
 RANKS = 2
 GOAL = 1.03  # times the step of the engine's own script

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from timing import Row, Samples, arguments, compare, in_turns, report
+from command_line import arguments, compare
+from samples import Samples, in_turns
+from table import Row, report
 
 GOAL = 0.020
 MAIN = "from distwrap import distributed, wrap_model, shard_loader, save"

@@ -15,8 +15,10 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
+from command_line import arguments, compare, left_out_of_quick
 from contenders import Contender, first_launch, installed
-from timing import Row, Samples, arguments, compare, in_turns, left_out_of_quick, report
+from samples import Samples, in_turns
+from table import Row, report
 
 # each beside our launcher of its kind
 PEERS = {

@@ -18,7 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from timing import Row, Samples, arguments, compare, report
+from command_line import arguments, compare
+from samples import Samples
+from table import Row, report
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

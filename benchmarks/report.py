@@ -18,8 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from command_line import arguments
+from samples import Samples, in_turns
 from slow_loops import ROOT, measured, plain, slow_forward_on_one
-from timing import Row, Samples, arguments, in_turns, report
+from table import Row, report
 from torch import nn
 from torch.profiler import profile
 

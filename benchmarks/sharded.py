@@ -15,8 +15,10 @@ from contextlib import ExitStack, closing
 from importlib.util import find_spec
 
 from asked_ranks import MEGABYTE, Memory, Ranks, most, ratio_row
+from command_line import arguments, compare, left_out_of_quick
+from samples import in_turns
 from sharded_ranks import SIZES, WAYS
-from timing import Row, arguments, compare, in_turns, left_out_of_quick, report
+from table import Row, report
 
 PAIRS: dict[tuple[str, str], float | None] = {  # and the goal of the first one's step over the second one's
     ("distwrap ddp", "torch ddp"): None,

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import in_turns
+from samples import in_turns
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent

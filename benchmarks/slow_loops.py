@@ -23,8 +23,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from command_line import arguments, left_out_of_quick
+from samples import Samples
 from slow_link import missing, shaped_hosts
-from timing import Row, Samples, arguments, left_out_of_quick, report
+from table import Row, report
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import Row, Samples, arguments, compare, in_turns, per_call, report
+from command_line import arguments, compare
+from samples import Samples, in_turns, per_call
+from table import Row, report
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

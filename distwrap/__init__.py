@@ -249,7 +249,8 @@ _MODULES = {
     "timing.trace": "trace",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted({*_MODULE_OF, "__version__"} - {"print"})  # `import *` must not take the builtin's place
+_PUBLIC = sorted(_MODULE_OF)
+__all__ = sorted({*_PUBLIC, "__version__"} - {"print"})  # `import *` must not take the builtin's place
 
 if not typing.TYPE_CHECKING:  # for a checker, any name would be right then
 

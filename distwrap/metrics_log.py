@@ -9,16 +9,17 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from distwrap.checkpoint.files import write_atomically
 from distwrap.checks import whole
 from distwrap.errors import OptionError
 from distwrap.group.collective_guard import guard_collectives
 from distwrap.group.rank_zero import on_rank_zero
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.packages import require_package
 from distwrap.wording import unknown_name
 
 Values = Mapping[str, float]
@@ -84,6 +85,11 @@ class MetricsLog(RunPart):
             raise OptionError(f"log() takes a dict of numbers by name, not a {type(metrics).__qualname__}.")
         values = {str(name): _number(str(name), value) for name, value in metrics.items()}
         given = None if step is None else int(whole(0)("step", step))
+        if isinstance(to, (list, tuple)) and not to:
+            raise OptionError(
+                f"log(to={to!r}) names no destination: give one, as to='metrics.csv', or leave to= out, for the "
+                "destination of the call before."
+            )
         with self._writing:
             number = self._step + 1 if given is None else given
             if to is not None:
@@ -137,13 +143,13 @@ def _of_name(name: str) -> MetricsDestination:
     if kind == "stdout":
         return MetricsDestination(lambda values, step, _: print(_as_line(values, step), flush=True))
     if kind == "tensorboard":
-        _require("tensorboard", name)
+        require_package("tensorboard", f"log(to={name!r})", extra="loggers")
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(place or None)
         return _of_logger(writer)._replace(close=writer.close)
     if kind == "wandb":
-        _require("wandb", name)
+        require_package("wandb", f"log(to={name!r})", extra="loggers")
         import wandb
 
         begun = ExitStack()
@@ -156,7 +162,7 @@ def _of_name(name: str) -> MetricsDestination:
 
         return MetricsDestination(write, begun.close)
     if kind == "mlflow":
-        _require("mlflow", name, "mlflow-skinny")
+        require_package("mlflow", f"log(to={name!r})", extra="loggers", distribution="mlflow-skinny")
         import mlflow
 
         began = mlflow.active_run() is None
@@ -254,13 +260,14 @@ class MetricsTable:
         """Write the file again with more columns: whole, or not at all."""
         rows = self._read()[1:]
         columns = [*self._columns, *new]
-        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
-        self._file.close()
-        beside.replace(self._path)
+
+        def write(beside: Path) -> None:
+            with beside.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(columns)
+                writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+
+        write_atomically(self._path, write, self._file.close)
         self._file = self._append()
 
 
@@ -288,14 +295,6 @@ def _number(name: str, value: Any) -> float:
 def _as_line(values: Values, step: int) -> str:
     numbers = (f"{name} {value if isinstance(value, int) else format(value, '.6g')}" for name, value in values.items())
     return f"step {step}: {', '.join(numbers)}"
-
-
-def _require(package: str, name: str, distribution: str | None = None) -> None:
-    if find_spec(package) is None:
-        raise OptionError(
-            f"log(to={name!r}) needs the package {distribution or package!r}, which is not installed: "
-            f"pip install 'distwrap[loggers]'."
-        )
 
 
 def _leave() -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from weakref import ref
 
 from distwrap.group.world import current_world, is_rank_zero
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 Item = TypeVar("Item")
 

@@ -47,7 +47,7 @@ WITHOUT_EXAMPLE = {
 
 def problems() -> Iterator[str]:
     """Yield each disagreement in a sentence."""
-    public = [name for name in [*distwrap.__all__, "print"] if name != "__version__"]
+    public = distwrap._PUBLIC
     yield from functions(public)
     yield from names_of_options()
     yield from variables_of_clusters()

@@ -22,7 +22,7 @@ WIDTH = 119
 def listed() -> str:
     """Return the list of the public names."""
     lines = []
-    for name in sorted({*distwrap.__all__, "print"} - {"__version__"}):
+    for name in distwrap._PUBLIC:
         first = (inspect.getdoc(getattr(distwrap, name)) or "").partition("\n")[0]
         text = f"{name}: {first}"
         lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)

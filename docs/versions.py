@@ -89,7 +89,7 @@ def main(words: list[str]) -> None:
         for path in words[1:]:
             print(read_results(Path(path)))
         return
-    found = [Path(word) for word in words] or sorted((ROOT / "build" / "versions").glob("[!p]*.xml"))
+    found = [Path(word) for word in words] or sorted((ROOT / "build" / "versions").glob("*.xml"))
     runs = [read_results(path) for path in found]
     PAGE.write_text(with_runs(PAGE.read_text(), runs))
     print(*runs, sep="\n")

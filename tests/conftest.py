@@ -31,11 +31,11 @@ from distwrap.versions import TORCH
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
 from tests.by_hand import ByHand, Starter
+from tests.limits import SOON
 from tests.ports import free_port
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
-BY_HAND_SECONDS = 60.0  # that ranks which are started by hand may take
 
 os.environ["DISTWRAP_QUIET"] = "1"
 os.environ["DISTWRAP_TRACEBACK"] = "full"  # a test of this package fails because of the frames that users need not see
@@ -73,9 +73,7 @@ def by_hand() -> Iterator[ByHand]:
     starter = Starter()
 
     def run(program: Path, *words: str, nprocs: int = 2, started: int | None = None) -> list[tuple[int, str]]:
-        return starter.run(
-            program, *words, port=free_port(), nprocs=nprocs, started=started or nprocs, seconds=BY_HAND_SECONDS
-        )
+        return starter.run(program, *words, port=free_port(), nprocs=nprocs, started=started or nprocs, seconds=SOON)
 
     yield run
     starter.close()

@@ -14,7 +14,7 @@ import pytest
 import distwrap as dw
 from distwrap.errors import OptionError, PlacementError
 from distwrap.testing import run_ranks
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
 

@@ -12,7 +12,7 @@ import torch
 
 import distwrap as dw
 from tests import training
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 from tests.training import Weights
 
 ROOT = Path(__file__).parents[1]

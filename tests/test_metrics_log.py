@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from distwrap.errors import CollectiveInRankZeroError, OptionError
 from distwrap.group.world import current_world
 from distwrap.metrics_log import MetricsLog
 from distwrap.testing import run_ranks
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -197,6 +198,19 @@ def test_whole_numbers_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> 
     """Counts have all their digits on standard output, however many."""
     dw.log({"tokens": 12345678, "all": 10**400, "loss": 1 / 3}, 0, to="stdout")
     assert capsys.readouterr().out == f"step 0: tokens 12345678, all {10**400}, loss 0.333333\n"
+
+
+@pytest.mark.parametrize("nowhere", [[], ()])
+def test_a_list_without_a_destination(nowhere: object) -> None:
+    """An empty list is an error, and the destination stays what it was."""
+    found: list[int] = []
+    with pytest.raises(OptionError, match=rf"log\(to={re.escape(repr(nowhere))}\) names no destination: .*leave to="):
+        dw.log({"x": 1}, to=nowhere)
+    dw.log({"x": 1}, 3, to=lambda _, step: found.append(step))
+    with pytest.raises(OptionError, match="names no destination"):
+        dw.log({"x": 1}, to=nowhere)
+    dw.log({"x": 1})
+    assert found == [3, 4]
 
 
 def test_nothing_is_written_where_one_destination_is_unknown(tmp_path: Path) -> None:

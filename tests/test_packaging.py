@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 RELEASE = runpy.run_path(str(ROOT / ".ci" / "release.py"))
 # Extras that distwrap[all] leaves out: engines, which are asked for by their names, and what is for work on distwrap.
 ENGINES = {"deepspeed", "horovod", "torchft", "hivemind", "ray"}
-FOR_DEVELOPMENT = {"versions", "docs", "bench", "dev", "examples", "test"}
+FOR_DEVELOPMENT = {"versions", "docs", "dev", "examples", "test"}
 NAMES_IN_CONDA = {"torch": "pytorch", "typing-extensions": "typing_extensions"}
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
@@ -196,9 +196,11 @@ def listed_in_recipe(heading: str) -> list[str]:
 
 
 def test_the_conda_recipe_asks_for_what_setup_asks_for() -> None:
-    """Requirements, the versions that extras want, and the oldest Python are those of setup.cfg."""
+    """Requirements, what builds, the versions that extras want, and the oldest Python are those of setup.cfg."""
     needed = SETUP["options"]["install_requires"].split()
     assert listed_in_recipe("run") == ["python >=${{ python_min }}", *map(in_conda, needed)]
+    (builder,) = (each for each in EXTRAS["test"].split() if each.startswith("setuptools"))
+    assert in_conda(builder) in listed_in_recipe("host")
     brought = EXTRAS["all"].strip().removeprefix("distwrap[").removesuffix("]").split(",")
     wanted = {in_conda(each) for name in brought for each in EXTRAS[name].split()}
     assert set(listed_in_recipe("run_constraints")) == {each for each in wanted if ">=" in each}

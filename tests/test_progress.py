@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 import distwrap as dw
 from distwrap.testing import run_ranks
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 
 def test_a_bar_on_rank_zero_and_silence_elsewhere(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 from distwrap.errors import ModelError, OptionError
 from tests import retrofitted
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parent.parent
 

@@ -3,6 +3,7 @@
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -40,6 +41,15 @@ def skip_first_messages(stage: "PipelineStage") -> None:
     name = "_get_init_p2p_neighbors_ops"
     if stage.device.type == "cpu" and hasattr(stage, name):
         setattr(stage, name, list)
+
+
+def silence_redistribution() -> None:
+    """Keep torch from a warning at each clip of gradients: their norm is redistributed in several steps.
+
+    Relies on ``torch.distributed.tensor._redistribute:logger``, which has the module's name.
+    Without it: the warnings are printed.
+    """
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def _state_of(module: nn.Module) -> Any:

@@ -11,7 +11,7 @@ from distwrap.group.failures import is_secondary
 from distwrap.group.members import done_by_one
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 
 def do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequence[int] = (0,)) -> None:

@@ -19,7 +19,7 @@ from distwrap.model.drift import Drift
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
 from distwrap.stopwatch import Part
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 
 def save(

@@ -16,7 +16,7 @@ from distwrap.model.buffers import let_buffers_differ, sync_buffers
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 if TYPE_CHECKING:
     from distwrap.comm.exchange import Exchange

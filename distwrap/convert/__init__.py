@@ -1,8 +1,7 @@
 """Conversion of scripts to distwrap, and a check of scripts: both read the code, and never run it."""
 
-from importlib.util import find_spec
-
 from distwrap.errors import ConversionError
+from distwrap.packages import require_package
 
 
 def require_libcst() -> None:
@@ -11,7 +10,4 @@ def require_libcst() -> None:
     Raises:
         ConversionError: gives the line that installs it.
     """
-    if find_spec("libcst") is None:
-        raise ConversionError(
-            "reading scripts needs the package 'libcst', which is not installed: pip install 'distwrap[convert]'."
-        )
+    require_package("libcst", "reading scripts", extra="convert", error=ConversionError)

@@ -9,7 +9,7 @@ from distwrap.data.indices import Mode
 from distwrap.data.sharded import is_torchs
 from distwrap.data.sharding import Sharding
 from distwrap.group.world import World, say_once
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 _ORDERS = {"torch": "the order of torch's DistributedSampler", "stream": "the same order on any number of ranks"}
 _IN_WORDS = {

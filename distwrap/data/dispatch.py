@@ -23,7 +23,7 @@ from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensors_apart import as_bytes, of_bytes, put_together, take_apart
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 from distwrap.wording import first_line
 
 READER = 0

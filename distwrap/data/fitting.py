@@ -18,7 +18,7 @@ from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.world import RunPart, World, current_world, say
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 from distwrap.wording import first_names, named_ranks
 
 Value = TypeVar("Value")

@@ -32,7 +32,7 @@ from distwrap.group.world import World, current_world
 from distwrap.model.optimizers import Optimizers
 from distwrap.model.same_inputs import SameInputs
 from distwrap.seeding import mix
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 Modes = Literal["auto", "pad", "exact", "drop", "same"]
 _Divided = Literal["auto", "pad", "exact", "drop"]

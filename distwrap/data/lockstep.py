@@ -24,7 +24,7 @@ from distwrap.errors import LoaderError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.world import RunPart, World, current_world, is_first_time, say
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 from distwrap.wording import named_ranks
 
 Batch = TypeVar("Batch")

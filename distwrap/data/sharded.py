@@ -27,7 +27,7 @@ from distwrap.errors import LoaderError
 from distwrap.group.world import active_world, current_world
 from distwrap.model.by_hand import ByHand
 from distwrap.seeding import preserved
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 T_co = TypeVar("T_co", covariant=True)
 Item = TypeVar("Item")

@@ -21,7 +21,7 @@ from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensor_exchange import Op, exchange_device, gather_numbers, ranks_of_shares, reduce_tensor
 from distwrap.group.tensors_apart import as_bytes, bytes_of, is_dense, of_bytes, put_together, take_apart
 from distwrap.group.world import current_world
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 Value = TypeVar("Value")
 Key = TypeVar("Key")

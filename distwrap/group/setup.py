@@ -26,9 +26,9 @@ from distwrap.network.secret import agree_on_secret
 from distwrap.network.stores import client_of
 from distwrap.network.waiting import count_in
 from distwrap.options import Options, check_words
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
-from distwrap.supervision.hang_report import Activity
 from distwrap.versions import ENDS_GROUPS_LOCKED
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective

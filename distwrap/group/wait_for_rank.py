@@ -7,7 +7,7 @@ from distwrap.group.members import WorkLostError
 from distwrap.group.setup import require_group
 from distwrap.group.world import current_world
 from distwrap.network.waiting import pause_between_looks, wait_until
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 USERS_GROUP_SECONDS = 1800.0  # as torch's own limit for a collective: there nobody tells whether a rank lives
 

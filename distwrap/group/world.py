@@ -168,7 +168,7 @@ class World:
         """Return a room's state of this run; it is made at the first call.
 
         Example:
-            >>> from distwrap.supervision.hang_report import Activity
+            >>> from distwrap.supervision.activity import Activity
             >>> current_world().part(Activity) is current_world().part(Activity)
             True
         """

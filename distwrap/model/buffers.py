@@ -20,8 +20,8 @@ from distwrap.group.world import current_world, say
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.channel import Channel
-from distwrap.supervision.hang_report import Activity
 
 PATIENCE = 30.0  # seconds for rank 0 to come to where another rank evaluates
 _BEHIND = 1.0  # seconds for rank 0's device to do what it was given; it may wait for the rank that asks

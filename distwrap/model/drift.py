@@ -24,7 +24,7 @@ from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.watch import SHARE, Watch, is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.seeding import mix
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 _FREE_PAUSES = 8  # which may take any time
 _WRAPS = 8  # after which a model that is gone has been compared, and is forgotten

@@ -21,7 +21,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.in_sync import Held
 from distwrap.model.watch import is_power_of_two
 from distwrap.supervision import stacks
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 from distwrap.wording import named_ranks
 
 PAUSE_SECONDS = 0.0005

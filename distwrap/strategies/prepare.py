@@ -28,7 +28,7 @@ from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import AlgorithmName, PrecisionName, StrategyName, algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local, on_device
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 Model = TypeVar("Model", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)

@@ -22,13 +22,14 @@ from collections.abc import Callable
 from distwrap.environments import Placement
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.options import QUIET, notice_seconds, switched_on
-from distwrap.supervision import hang_report
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
-from distwrap.supervision.hang_report import Activity, Reporter
+from distwrap.supervision.hang_report import ANSWER_SECONDS
 from distwrap.supervision.live import Live
 from distwrap.supervision.notes import RankNotes
 from distwrap.supervision.order_check import WAY_OUT, OrderCheck
+from distwrap.supervision.reporter import Reporter
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
 from distwrap.supervision.wait_notice import WaitNotice
@@ -106,7 +107,7 @@ class Channel:
     def _halt(self) -> None:
         self._stopped.set()
         if self._thread.is_alive():
-            self._thread.join(2 * hang_report.ANSWER_SECONDS)
+            self._thread.join(2 * ANSWER_SECONDS)
         self.live.show(None)
         self.reporter.waits = lambda: None  # it leads back to the reporter, and would keep the store
         self._bells.close()

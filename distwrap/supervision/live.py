@@ -17,7 +17,7 @@ from distwrap.devices.cpus import thread_times
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
 from distwrap.network import memory_file
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.locations import Location
 from distwrap.supervision.notes import RankNotes
 from distwrap.supervision.shown import ANSWER, NAME, Shown

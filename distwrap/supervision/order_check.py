@@ -8,7 +8,7 @@ averages and the other in collectives, they wait for each other, and nobody need
 import time
 
 from distwrap.environments import Placement
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.notes import RankNotes
 
 _PATIENCE = 1.0  # seconds in which a rank has begun nothing, after which it compares; each time twice as many

@@ -20,7 +20,7 @@ from distwrap.versions import LOOKS_COLLECT_GARBAGE
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-_RUN = os.path.join(OURS, "group", "world.py")
+_END_OF_RUN = {(os.path.join(OURS, "group", "world.py"), name) for name in ("wait", "conclude")}
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _OUR_LOOPS = {
     os.path.join(OURS, "data", "lockstep.py"): "lockstep",
@@ -28,8 +28,8 @@ _OUR_LOOPS = {
 }
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
-# Names in torch and the standard library that say less than the ones below or above them.
-_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda", "done_by_one", "looked_at"}
+# Functions of torch, of the standard library and of ours that say less than the ones below or above them.
+_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "done_by_one", "looked_at"}
 
 Line = tuple[str, int, str]  # file, line number, function
 
@@ -110,7 +110,7 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
     if not theirs:  # user code that is installed as a library, or none
         theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((OURS, _TORCH, "<"))]
     called = stack[theirs[-1] + 1 :] if theirs else stack
-    if any(file == _RUN and name in ("wait", "conclude") for file, _, name in called):
+    if any((file, name) in _END_OF_RUN for file, _, name in called):
         return "", "the end of its function"
     if not theirs:
         return "", "an unknown place"

@@ -9,8 +9,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.network.keys import count, read
-from distwrap.supervision.hang_report import Reporter
 from distwrap.supervision.locations import Location, of_several
+from distwrap.supervision.reporter import Reporter
 from distwrap.supervision.waits import MainThread, Wait
 from distwrap.wording import named_ranks, print_notice
 

@@ -26,7 +26,7 @@ from distwrap.model.forward_routing import Routing
 from distwrap.model.watch import is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, under_ddp
 from distwrap.stopwatch import Part, Stopwatch
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 
 # Of torch.distributed: functions that return when the other ranks have come.
 _BLOCKING = (

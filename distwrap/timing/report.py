@@ -161,6 +161,8 @@ def _shown(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def report() -> Iterator[Report]:
     """Measure where the time goes within a ``with``, on all ranks; every rank must enter and leave it.
 
+    A call without ``with`` measures nothing.
+
     Yields:
         The report, which is empty until the ``with`` has ended. Then it is printed on rank 0's standard error, also
         with ``DISTWRAP_QUIET=1``, which silences only what nobody has asked for.

@@ -44,7 +44,7 @@ def link_to_functions(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _link_of(found: re.Match[str]) -> str:
-    is_public = found[1] in (*distwrap.__all__, "print")
+    is_public = found[1] in distwrap._PUBLIC
     return f"{{py:obj}}`{found[1]} <distwrap.{found[1]}>`" if is_public else found[0]
 
 

@@ -28,7 +28,7 @@ from distwrap.checkpoint.untrusted import load_tensor
 from distwrap.cli import main
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
-from tests.limits import slow
+from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
 HUGE = 4 << 30  # bytes that a file of some hundred claims to hold

@@ -13,7 +13,7 @@ import distwrap as dw
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
 from tests.checkpoint.test_streaming import made, same, state_of, stepped
-from tests.limits import MORE_RANKS
+from tests.slow import MORE_RANKS
 
 NAMES = ("file.pt", "parts")
 

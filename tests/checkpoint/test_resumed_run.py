@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import distwrap as dw
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 
 EPOCHS, SAMPLES = 3, 29
 

@@ -13,7 +13,7 @@ from distwrap.errors import CheckpointError
 from distwrap.options import Options
 from distwrap.testing.behaviours.nets import examples, small
 from distwrap.testing.ranks import Launch
-from tests.limits import slow
+from tests.slow import slow
 
 
 def save_alone(folder: Path, io: str, goes_on: bool) -> None:

@@ -13,7 +13,7 @@ from distwrap.cli.doctor_report import disagreements
 from distwrap.cli.facts import Facts, look
 from distwrap.cli.measure import AllReduceTime
 from tests.clusters.running import PYTHON, run
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 DOCTOR = [PYTHON, "-m", "distwrap", "doctor"]
 

@@ -14,7 +14,7 @@ import pytest
 
 import distwrap
 from distwrap.cli import COMMANDS, main
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 ROOT = str(Path(distwrap.__file__).parents[1])
 

@@ -9,7 +9,7 @@ from torch import nn
 from distwrap import wrap_model, wrap_optimizer
 from distwrap.comm import traffic
 from distwrap.testing import run_ranks
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 
 # Of the bytes of an all-reduce of all gradients in float32: at least, and at most.
 GRADIENTS = {

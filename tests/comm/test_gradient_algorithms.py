@@ -30,7 +30,7 @@ from distwrap.comm import (
 from distwrap.comm.base import Bucket
 from distwrap.testing import run_ranks
 from tests.comm import references
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 
 RANKS = [1, 2, *(slow(ranks, why=MORE_RANKS) for ranks in (3, 4, 5))]
 STEPS = 4

@@ -19,7 +19,7 @@ from distwrap.registry import algorithms
 from distwrap.testing import run_ranks
 from tests.comm import references
 from tests.comm.test_weight_algorithms import LR, Linear, Quadratic, flat, target_of
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 
 NODES = {2: [0, 0], 4: [0, 0, 1, 1], 5: [0, 0, 0, 1, 1]}
 RANKS = [2, 4, slow(5, why=MORE_RANKS)]

@@ -26,7 +26,7 @@ from distwrap.errors import OptionError
 from distwrap.group.world import rank, world_size
 from distwrap.testing import run_ranks
 from tests.comm import references
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 
 RANKS = [1, 2, *(slow(ranks, why=MORE_RANKS) for ranks in (3, 4, 5))]
 SCALES = [1e-12, 1.0, 1e12]

@@ -43,7 +43,8 @@ from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 from distwrap.versions import ENDS_GROUPS_LOCKED
-from tests.limits import MORE_RANKS, SOON, slow
+from tests.limits import SOON
+from tests.slow import MORE_RANKS, slow
 
 GRADIENT = [
     "allreduce",

@@ -17,7 +17,7 @@ from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.data.ranks import standing_on
 from tests.data.streams import Resumable
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 N = 26
 

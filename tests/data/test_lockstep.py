@@ -20,7 +20,8 @@ from distwrap import Preemption, lockstep
 from distwrap.errors import CollectiveError, LoaderError, OptionError
 from distwrap.group import world
 from distwrap.testing import run_ranks
-from tests.limits import INTERPRETERS, SOON, slow
+from tests.limits import SOON
+from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
 

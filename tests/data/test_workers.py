@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from distwrap import locked_folder, shard_loader
 from distwrap.data import workers
 from tests.data.ranks import standing_on
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 from tests.snapshot import random_state
 
 

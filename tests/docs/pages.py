@@ -9,7 +9,8 @@ before a block says otherwise:
     <!-- not run: it needs a GPU --> the block is not run, for this reason
 
 A block of `sh` is run where it stands, in the folder with the files above it, and must end well.
-In it PORT is a port that nobody has.
+In it PORT is a port that nobody has. A block of `console` has commands with what they print, and is not run here;
+tests/docs/coming_from.py runs those of its own pages.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TORCHS_OWN = "ignore:`torch.jit:DeprecationWarning"  # torch.compile imports what torch itself no longer wants
+# torch.compile imports what torch itself no longer wants.
+PYTHON = [sys.executable, "-W", "error", "-W", "ignore:`torch.jit:DeprecationWarning"]
 # Languages of blocks that nobody would run.
-NO_CODE = {"", "text", "diff", "mermaid", "console", "pycon"}
+NO_CODE = {"", "text", "diff", "mermaid", "pycon"}
 
 
 class Block(NamedTuple):
@@ -64,15 +66,20 @@ def blocks_of(text: str) -> Iterator[Block]:
         yield Block(found["language"].strip(), "".join(lines), line, found["mark"] or "", found["value"] or "")
 
 
-def faults_of(text: str) -> Iterator[str]:
-    """Yield what is wrong with the blocks of a page: code that is neither run nor marked, a mark without a reason."""
+def faults_of(text: str, *elsewhere: str) -> Iterator[str]:
+    """Yield what is wrong with the blocks of a page: code that is neither run nor marked, a mark without a reason.
+
+    Args:
+        text: the page.
+        *elsewhere: languages whose blocks another test runs.
+    """
     for block in blocks_of(text):
         is_code = block.language not in NO_CODE and not block.language.startswith("{")
         if block.mark in ("file", "not run") and not block.value:
             yield f"line {block.line}: the mark {block.mark!r} says nothing after its colon."
         elif block.mark == "printed" and block.language != "text":
             yield f"line {block.line}: what was printed is a block of text, not of {block.language}."
-        elif is_code and not block.mark and block.language not in ("python", "sh"):
+        elif is_code and not block.mark and block.language not in ("python", "sh", *elsewhere):
             yield f"line {block.line}: a block of {block.language} is a file, or is not run for a reason."
 
 
@@ -122,25 +129,36 @@ def _run_programs(programs: list[str], folder: Path, seconds: float) -> str:
     for number, program in enumerate(programs):
         path = folder / f"program_{number}.py"
         path.write_text(program)
-        printed += _run([sys.executable, "-W", "error", "-W", TORCHS_OWN, str(path)], folder, seconds)
+        printed += _run([*PYTHON, str(path)], folder, seconds)
     programs.clear()
     return printed
 
 
 def _run(command: list[str], folder: Path, seconds: float) -> str:
-    """Run a command, and return what it printed; fail with its errors where it fails."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    """Run a command of a page, and return what it printed."""
+    return run_command(
+        command,
+        folder,
+        seconds,
+        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        OMP_NUM_THREADS="1",  # threads that wait for each other take minutes on cores that are busy
+        PORT=str(free_port()),
+    )
+
+
+def run_command(command: list[str], folder: Path, seconds: float = 100, **env: str) -> str:
+    """Run a command in a folder, and return what it printed; fail with its errors where it fails.
+
+    Args:
+        command: and its words.
+        folder: in which it runs.
+        seconds: its limit.
+        **env: variables beside those of this process.
+    """
     done = subprocess.run(
         command,
         cwd=folder,
-        env={
-            **os.environ,
-            "PATH": path,
-            "DISTWRAP_QUIET": "1",
-            "PYTHONUNBUFFERED": "",  # two ranks' lines come out whole
-            "OMP_NUM_THREADS": "1",  # threads that wait for each other take minutes on cores that are busy
-            "PORT": str(free_port()),
-        },
+        env={**os.environ, "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", **env},  # two ranks' lines come out whole
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

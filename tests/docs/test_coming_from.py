@@ -25,7 +25,7 @@ PACKAGES = {
 # Those whose program before runs in tests/engines, or nowhere: how the commands begin that run without the package.
 ELSEWHERE = {
     "bagua": "python bagua_after.py",
-    "horovod": "python ",
+    "horovod": ("python ", "distwrap "),
     "deepspeed": "DISTWRAP_STRATEGY=zero2",
     "ray_train": "DISTWRAP_LAUNCHER=fork",
 }

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +16,8 @@ import torch
 from torch import nn
 
 import distwrap
-from tests.docs.pages import TORCHS_OWN
-from tests.limits import INTERPRETERS, slow
+from tests.docs.pages import PYTHON, run_command
+from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -29,18 +27,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 def run(*arguments: str | Path, folder: Path, seconds: float = 100, **env: str) -> str:
     """Run Python on something in a folder, and return what it printed; fail with its errors where it fails."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", TORCHS_OWN, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", **env},  # two ranks' lines come out whole
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_command([*PYTHON, *map(str, arguments)], folder, seconds, **env)
 
 
 def programs_of(page: str, folder: Path) -> Path:

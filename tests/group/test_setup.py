@@ -14,7 +14,8 @@ import pytest
 import distwrap as dw
 from distwrap.testing import run_ranks
 from tests.by_hand import ByHand
-from tests.limits import INTERPRETERS, SOON, slow
+from tests.limits import SOON
+from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
 

@@ -15,7 +15,7 @@ import pytest
 from distwrap.errors import CollectiveError
 from distwrap.group.signing import sign, verify
 from distwrap.supervision.failure_news import NEWS_SECONDS
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parents[2]
 

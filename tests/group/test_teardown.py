@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
 

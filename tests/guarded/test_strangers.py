@@ -21,10 +21,11 @@ from distwrap.network import secret, stores
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.stores import client_of
 from distwrap.supervision import bells as bells_module, channel as channel_module
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.failure_news import FailureNews
-from distwrap.supervision.hang_report import Activity, ask_all, last_seen
+from distwrap.supervision.hang_report import ask_all, last_seen
 
 SECRET = 32 * b"s"
 HUGE = str(10**12)

@@ -20,7 +20,8 @@ from distwrap import barrier, distributed, placement, rank, reduce
 from distwrap.errors import ForkError, WorkerDiedError, WorkerTimeoutError
 from distwrap.launch import elastic, worker
 from tests.clusters.running import JOB, ended, started, wait_for_line
-from tests.limits import INTERPRETERS, SOON
+from tests.limits import SOON
+from tests.slow import INTERPRETERS
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,7 +14,8 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import OptionError, WorkerDiedError
-from tests.limits import INTERPRETERS, SOON, slow
+from tests.limits import SOON
+from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
 LAUNCHERS = ["fork", "forkserver", slow("spawn", why=INTERPRETERS)]

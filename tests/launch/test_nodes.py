@@ -10,8 +10,8 @@ import pytest
 
 from distwrap import NodeSummary
 from tests.clusters.running import JOB, PYTHON, ROOT, Ended, assert_like_one_process, ended, started
-from tests.limits import INTERPRETERS
 from tests.ports import free_port
+from tests.slow import INTERPRETERS
 
 PROGRAM = [PYTHON, "-m", "tests.launch.machines_program"]
 

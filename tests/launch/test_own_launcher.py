@@ -24,7 +24,7 @@ from distwrap.launch.fork import ForkLauncher
 from distwrap.launch.outcome import Outcome, death, failure, raise_failure, success
 from distwrap.launch.task import Assignment
 from distwrap.registry import launchers
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 SECONDS = 60.0
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from distwrap.launch.command_line import again
-from tests.limits import INTERPRETERS, SOON, slow
+from tests.limits import SOON
+from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from distwrap.launch.script_rank_zero import RankZero, _AnotherFailed
-from tests.limits import INTERPRETERS, SOON, slow
+from tests.limits import SOON
+from tests.slow import INTERPRETERS, slow
 
 LIMIT = 90.0
 

@@ -15,7 +15,7 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.launch import forkserver
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import INTERPRETERS, SOON, slow
+from tests.limits import SOON
+from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
 

@@ -18,7 +18,8 @@ from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, Worke
 from distwrap.group import failures
 from distwrap.launch.outcome import Outcome, death, first_cause
 from distwrap.testing import run_ranks
-from tests.limits import INTERPRETERS, SOON, slow
+from tests.limits import SOON
+from tests.slow import INTERPRETERS, slow
 
 LAUNCHERS = ["fork", "forkserver", "spawn"]
 QUICK = ["fork", "forkserver", slow("spawn", why=INTERPRETERS)]

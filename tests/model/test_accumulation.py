@@ -16,7 +16,7 @@ from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
 from distwrap.strategies.windows import Windows
 from distwrap.testing import run_ranks
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 
 RANKS, MICRO = (1, 2, 3, 4), 12  # micro-batches in all: every number of ranks divides them
 SAMPLES = 3

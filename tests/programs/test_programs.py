@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import distwrap as dw
 from distwrap.testing import run_ranks
-from tests.limits import MORE_RANKS, slow
 from tests.programs.parts import BETWEEN, CALLS, DATA, LOOPS, MODELS, OPTIMIZERS, SCHEDULERS, Found, Program, chosen
+from tests.slow import MORE_RANKS, slow
 
 PROGRAMS = chosen(160)
 PARTS = 8

@@ -21,11 +21,11 @@ from distwrap.group.world import World, active_world, current_world
 from distwrap.model.comparison import Comparison
 from distwrap.model.drift import Drift, ModelWatch
 from distwrap.model.in_sync import Held
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
-from distwrap.supervision.hang_report import Activity
 from distwrap.testing import run_ranks
-from tests.limits import slow
+from tests.slow import slow
 
 STEPS = 12
 LATE = 5  # the step at which a late fault begins

@@ -14,7 +14,7 @@ from distwrap.strategies.auto import AutoStrategy
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
 from distwrap.strategies.pipeline import PipelineStrategy
-from tests.limits import MORE_RANKS
+from tests.slow import MORE_RANKS
 from tests.strategies.by_hand import ByHand
 
 

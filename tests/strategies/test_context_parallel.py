@@ -14,7 +14,7 @@ from distwrap import FSDPStrategy, distributed
 from distwrap.errors import ModelError, OptionError
 from distwrap.strategies.fsdp import plan_of
 from distwrap.strategies.shards import local
-from tests.limits import slow
+from tests.slow import slow
 from tests.strategies.blocks import KINDS, LENGTH, LETTERS, WIDTH, GatedMLP, Language, RMSNorm, texts
 from tests.strategies.test_tensor_parallel import SHAPES, accumulated, clipped, distance, share, whole_batch
 

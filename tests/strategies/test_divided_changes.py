@@ -13,7 +13,7 @@ import distwrap as dw
 from distwrap import FSDPStrategy, distributed
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
-from tests.limits import slow
+from tests.slow import slow
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.strategies.pipeline.absent import Absent, is_here
 from distwrap.strategies.pipeline.blocks import find_chain
 from distwrap.testing import run_ranks
-from tests.limits import slow
+from tests.slow import slow
 
 WORDS, LENGTH, WIDTH, BATCH = 11, 5, 8, 12
 

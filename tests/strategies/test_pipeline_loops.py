@@ -17,7 +17,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.testing import run_ranks
-from tests.limits import slow
+from tests.slow import slow
 from tests.strategies.test_pipeline import (
     GPT,
     LENGTH,

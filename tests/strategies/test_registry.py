@@ -33,7 +33,7 @@ from distwrap.name_table import Registry
 from distwrap.options import Options
 from distwrap.strategies import Wrapping
 from distwrap.testing import run_ranks
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from distwrap import FSDPStrategy, distributed
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.strategies.fsdp import plan_of
-from tests.limits import slow
+from tests.slow import slow
 from tests.strategies.blocks import KINDS, WIDTH, Language, texts
 
 BY_SEQUENCE = FSDPStrategy(tensor_parallel=2, sequence_parallel=True)

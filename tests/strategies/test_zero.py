@@ -20,7 +20,7 @@ from distwrap.registry import strategies
 from distwrap.strategies.optimizer_share import OptimizerShares
 from distwrap.strategies.zero import ZeroStrategy
 from distwrap.testing import run_ranks
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 
 ROWS, BATCHES = 12, 4
 

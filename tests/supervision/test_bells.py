@@ -25,10 +25,11 @@ from distwrap.network import stores
 from distwrap.network.stores import client_of
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import bells as bells_module
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.board import Board
 from distwrap.supervision.channel import Channel
-from distwrap.supervision.hang_report import Activity, ask_all
+from distwrap.supervision.hang_report import ask_all
 from distwrap.supervision.notes import RankNotes, read_note
 
 LIMIT = 60.0

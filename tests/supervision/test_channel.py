@@ -21,7 +21,8 @@ from distwrap.errors import CollectiveError, CollectiveTimeoutError, WorkerDiedE
 from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
 from tests.by_hand import ByHand
-from tests.limits import INTERPRETERS, SOON
+from tests.limits import SOON
+from tests.slow import INTERPRETERS
 
 LIMIT = 60.0
 

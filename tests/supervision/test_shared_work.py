@@ -15,9 +15,9 @@ from distwrap.errors import CollectiveError
 from distwrap.network import stores
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.stores import client_of
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
-from distwrap.supervision.hang_report import Activity
 from distwrap.supervision.shared_work import LOOK_SECONDS, SharedWork
 
 

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.locations import Location, merge
 from distwrap.supervision.stacks import Line, locate, of_frame, of_thread
 from distwrap.testing import run_ranks

@@ -26,7 +26,7 @@ from distwrap.supervision.wait_notice import notice_of
 from distwrap.supervision.waits import MainThread, Wait
 from distwrap.testing import run_ranks
 from tests.by_hand import ByHand
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 LIMIT = 60.0
 

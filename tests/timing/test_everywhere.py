@@ -16,7 +16,7 @@ from distwrap.group.world import current_world
 from distwrap.options import Options
 from distwrap.testing import run_ranks
 from distwrap.testing.ranks import Launch
-from tests.limits import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, slow
 from tests.timing import everywhere, styles
 from tests.timing.everywhere import Attending, Plain, WithoutStatistics
 

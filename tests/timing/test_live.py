@@ -29,7 +29,7 @@ from distwrap.supervision.locations import LEFT
 from distwrap.supervision.runs import Run, runs
 from distwrap.supervision.shown import NAME, Shown
 from distwrap.testing import run_ranks
-from tests.limits import INTERPRETERS
+from tests.slow import INTERPRETERS
 
 ROOT = Path(__file__).parents[2]
 

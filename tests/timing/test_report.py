@@ -23,7 +23,7 @@ from distwrap.strategies.single import SingleStrategy
 from distwrap.testing import run_ranks
 from distwrap.timing.recorder import Recorder
 from tests.convert.runner import torchrun_variables
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 from tests.timing import loops
 
 
@@ -182,7 +182,7 @@ def test_one_in_another_is_refused() -> None:
 
 SCRIPT = """
 import distwrap as dw
-from tests.limits import INTERPRETERS, slow
+from tests.slow import INTERPRETERS, slow
 from tests.timing import loops
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import distwrap as dw
 from distwrap.errors import OptionError
 from distwrap.testing import run_ranks
 from distwrap.timing.trace import RankTrace, merged
-from tests.limits import MORE_RANKS
+from tests.slow import MORE_RANKS
 from tests.timing import loops
 
 

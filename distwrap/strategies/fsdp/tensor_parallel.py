@@ -5,7 +5,6 @@ What cannot be cut is whole on each rank of the group. All parameters are ``DTen
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from distwrap._internals.torch_autograd import in_backward
-from distwrap._internals.torch_sharding import own_parameters
+from distwrap._internals.torch_sharding import own_parameters, silence_redistribution
 from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
@@ -39,7 +38,7 @@ from distwrap.strategies.fsdp.plans import (
 from distwrap.strategies.fsdp.proof import Proof, Twins, add_summed, trial_inputs, trial_numbers
 from distwrap.strategies.fsdp.styles import Running, cut_along, put_together, style_of, summed_of
 
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # told at each clip
+silence_redistribution()
 
 Thing = TypeVar("Thing")
 

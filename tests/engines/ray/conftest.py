@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distwrap.group import world
 
 # Ray gives its workers a niceness of 15, with which they get next to nothing of busy cores.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - as Ray spells it
 
 
 @pytest.fixture(autouse=True)

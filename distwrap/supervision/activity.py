@@ -1,0 +1,91 @@
+"""Last activity of a rank: the helper that its user's code called, and the loader through which its loop goes."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from distwrap._internals.torch_data import batches_given
+from distwrap.frames import OURS
+from distwrap.places import place
+from distwrap.stopwatch import Item, Part, Stopwatch
+
+
+class Activity:
+    """Last helper that the user's code called, the place of the call, and the progress of its loader.
+
+    Attributes:
+        helper: the name of the helper, or empty.
+        site: the file and line of the call.
+        collectives: the number of distwrap's collectives that this rank has begun, in which all ranks take part.
+        turns: the number of turns that it has begun in loops which all ranks go through together, including the last
+            one, in which it tells the others that it has left.
+        averages: a function that returns two numbers: how often the count of averages of gradients was started anew,
+            and twice the number of averages begun since. The second one is odd during another exchange of the models
+            between two averages.
+        stopwatch: the stopwatch of a run that reports where its time goes.
+        bar: a function that returns the text that a progress bar of the loop shows beside its progress, as the loss.
+    """
+
+    def __init__(self, world: object) -> None:
+        self.helper = ""
+        self.site = ""
+        self.collectives = self.turns = 0
+        self.averages: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._loops: list[weakref.ref[Any]] = []  # that are under way, the innermost last
+        self.stopwatch: Stopwatch | None = None
+        self.bar: Callable[[], str] = lambda: ""
+
+    def record(self, helper: str) -> None:
+        """Note that a helper runs, and who called it."""
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+            frame = frame.f_back
+        self.helper = helper
+        self.site = place(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+
+    def begun(self) -> tuple[int, int, int, int]:
+        """Return what this rank has begun: eras, averages, collectives, turns."""
+        return (*self.averages(), self.collectives, self.turns)
+
+    def follow(self, batches: Iterable[Any]) -> None:
+        """Remember a loader's iterator, to read the step from it when asked: counting would cost each step."""
+        self._loops = [each for each in self._loops if each() is not None and each() is not batches]
+        self._loops.append(weakref.ref(batches))
+
+    def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """Return the batches; in a run that measures its time, the time to fetch each one is counted."""
+        return batches if self.stopwatch is None else self.stopwatch.timed(batches)
+
+    def part(self, part: Part) -> AbstractContextManager[None]:
+        """Count the time within a ``with`` as one part of the loop's time, in a run that measures it."""
+        return nullcontext() if self.stopwatch is None else self.stopwatch.part(part)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count the time within a ``with`` as waiting for other ranks, or, in a checkpoint, as the checkpoint."""
+        is_checkpoint = self.stopwatch is not None and self.stopwatch.is_open(Part.CHECKPOINT)
+        return nullcontext() if is_checkpoint else self.part(Part.EXCHANGE)
+
+    @property
+    def loop(self) -> Any:
+        """The innermost loader's iterator whose loop is under way; ``None`` where there is none."""
+        return next((batches for each in reversed(self._loops) if (batches := each()) is not None), None)
+
+    @property
+    def step(self) -> int | None:
+        """Number of batches that the innermost loader has given; ``None`` if it is unknown."""
+        batches = self.loop
+        step = getattr(batches, "step", None)  # of a lockstep loop
+        return step if isinstance(step, int) else batches_given(batches)
+
+    def wait(self) -> None: ...
+
+    def conclude(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __str__(self) -> str:
+        return f"{self.helper} at {self.site}" if self.helper else ""

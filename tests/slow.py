@@ -1,0 +1,15 @@
+"""Which cases of a test are slow, and reasons that several slow tests have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+INTERPRETERS = "starts interpreters, each of which imports torch"
+MORE_RANKS = "the same again on more ranks than there are cores"
+
+
+def slow(*values: Any, why: str) -> Any:
+    """Return one case of a parametrised test, which is for `make test-all` alone."""
+    return pytest.param(*values, marks=pytest.mark.slow(why))
