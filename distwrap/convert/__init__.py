@@ -1,4 +1,4 @@
-"""Conversion of scripts to distwrap, and a check of scripts: both read the code, and never run it."""
+"""Convert and check scripts for distwrap; both read the code and never run it."""
 
 from importlib.util import find_spec
 
@@ -6,10 +6,10 @@ from distwrap.errors import ConversionError
 
 
 def require_libcst() -> None:
-    """Refuse to read scripts where the package that reads them is not installed.
+    """Raise an error if libcst, which reads the scripts, is not installed.
 
     Raises:
-        ConversionError: gives the line that installs it.
+        ConversionError: libcst is not installed; the message gives the command that installs it.
     """
     if find_spec("libcst") is None:
         raise ConversionError(
