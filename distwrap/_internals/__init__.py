@@ -1,1 +1,1 @@
-"""Every private name of torch, CPython and cloudpickle that distwrap uses, one module for each of the three."""
+"""All private names of torch, CPython and other packages that distwrap uses."""

@@ -1,4 +1,4 @@
-"""Private names of cloudpickle: the table of the classes that it has pickled by value.
+"""Private names of cloudpickle: the table of classes that it has pickled by value.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 3.0 to 3.1.
 """
@@ -17,13 +17,13 @@ def tracker_of(cls: type) -> str | None:
 
 
 def class_of(tracker: str) -> type:
-    """Return the class that cloudpickle knows under a name of `tracker_of`.
+    """Return the class with a name of `tracker_of`.
 
     Relies on ``cloudpickle.cloudpickle:_DYNAMIC_CLASS_TRACKER_BY_ID``.
-    Without it: AttributeError where the class is unpickled.
+    Without it: unpickling the class raises AttributeError.
 
     Raises:
-        AttributeError: cloudpickle does not know it.
+        AttributeError: cloudpickle has no class with this name.
     """
     from cloudpickle import cloudpickle
 

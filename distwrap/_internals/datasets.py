@@ -15,7 +15,7 @@ def is_split_by_node(dataset: Any) -> bool:
     Without it: LoaderError, since a dataset that is divided twice would lose samples.
 
     Raises:
-        LoaderError: it cannot be known.
+        LoaderError: this version of datasets does not tell.
     """
     if not hasattr(dataset, "_distributed"):
         raise LoaderError(

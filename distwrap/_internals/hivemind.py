@@ -7,13 +7,13 @@ from typing import Any
 
 
 def put_sockets_in(prefix: str) -> str:
-    """Let hivemind's processes make their sockets under a prefix of paths, as ``"/unix/tmp/mine-"``.
+    """Let hivemind's processes make their sockets under a path prefix, as ``"/unix/tmp/mine-"``.
 
     Relies on ``hivemind.p2p:P2P()._UNIX_SOCKET_PREFIX``.
-    Without it: sockets are in /tmp, and those of a rank that is killed stay there.
+    Without it: sockets are in /tmp, and those of a killed rank stay there.
 
     Returns:
-        The prefix before.
+        The previous prefix.
     """
     from hivemind.p2p import P2P
 

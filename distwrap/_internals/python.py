@@ -21,17 +21,17 @@ PATH_MODULES = ("pathlib", "pathlib._local")
 
 
 def unpickler() -> type[pickle.Unpickler]:
-    """Return the unpickler that is written in Python, which makes no room for what a pickle only claims to hold.
+    """Return the unpickler written in Python, which allocates nothing that a pickle only claims to hold.
 
     Relies on ``pickle:_Unpickler``.
-    Without it: a sharded checkpoint of a few bytes, made to do so, can take all memory, and what another rank sends
-    without a secret can change the classes that plain data has.
+    Without it: a malicious sharded checkpoint of a few bytes can take all memory, and a message of another rank
+    without a secret can change the classes of plain data.
     """
     return getattr(pickle, "_Unpickler", pickle.Unpickler)
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """Return the frame in which each thread is, by the thread's number.
+    """Return the current frame of each thread, by the thread's number.
 
     Relies on ``sys:_current_frames``.
     Without it: hang reports do not know where the ranks are.
@@ -40,16 +40,16 @@ def frames_of_threads() -> dict[int, FrameType]:
 
 
 def run_interpreter_end(*, threads: bool = True) -> bool:
-    """Wait for the other threads and run the exit handlers, as the interpreter does at its end.
+    """Wait for the other threads and run the exit handlers, as the interpreter does when it ends.
 
     Relies on ``threading:_shutdown``, ``atexit:_run_exitfuncs``.
-    Without it: the interpreter ends a rank in its own way, which is slower and aborts now and then under gloo.
+    Without it: the interpreter ends ranks itself, which is slower and sometimes aborts under gloo.
 
     Args:
         threads: whether to wait for threads.
 
     Returns:
-        Whether that was possible; where not, nothing was done.
+        Whether this was possible; if not, nothing was done.
     """
     join = getattr(threading, "_shutdown", None)
     handlers = getattr(atexit, "_run_exitfuncs", None)
@@ -62,19 +62,19 @@ def run_interpreter_end(*, threads: bool = True) -> bool:
 
 
 def can_forget_exit_handlers() -> bool:
-    """Return whether a forked process can forget the exit handlers of the process that it was forked from.
+    """Return whether a forked process can remove the exit handlers of its parent.
 
     Relies on ``atexit:_clear``.
-    Without it: the launcher fork is refused, and another one is chosen.
+    Without it: `launcher="fork"` is refused, and ``"auto"`` chooses another launcher.
     """
     return hasattr(atexit, "_clear")
 
 
 def forget_exit_handlers() -> None:
-    """Forget the exit handlers that a fork has taken over, all but multiprocessing's.
+    """Remove the exit handlers that a fork has inherited, except multiprocessing's.
 
     Relies on ``multiprocessing.util:_exit_function``.
-    Without it: forked ranks do not run multiprocessing's own clean-up at their end.
+    Without it: forked ranks do not run multiprocessing's clean-up at their end.
     """
     atexit._clear()
     multiprocessings = getattr(multiprocessing.util, "_exit_function", None)
@@ -83,17 +83,17 @@ def forget_exit_handlers() -> None:
 
 
 def multiprocessing_settings() -> dict[str, Any]:
-    """Return the settings of this process that multiprocessing hands to its children, as ``"tempdir"``.
+    """Return the settings that multiprocessing passes to child processes, such as ``"tempdir"``.
 
     Relies on ``multiprocessing:process._current_process._config``.
-    Without it: the temporary folder of loader workers is where it always is, and stays where a rank is killed.
+    Without it: loader workers use the default temporary folder, which stays if a rank is killed.
     """
     settings: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     return settings
 
 
 def interpreter_flags() -> list[str]:
-    """Return the words of a command line that give another interpreter this one's flags.
+    """Return the command-line arguments that give another interpreter this one's flags.
 
     Relies on ``subprocess:_args_from_interpreter_flags``.
     Without it: fresh interpreters do not get the caller's -W, -X and -O.
@@ -102,7 +102,7 @@ def interpreter_flags() -> list[str]:
 
 
 def stop_finalizers_at_exit() -> None:
-    """Let the finalizers that exist by now do nothing at the end of the process.
+    """Disable all existing finalizers at the end of the process.
 
     Relies on ``weakref:finalize._registry``.
     Without it: ranks of the fork server end some 30 ms later.
@@ -112,13 +112,13 @@ def stop_finalizers_at_exit() -> None:
 
 
 class GeneratorMemory:
-    """Memory of the global generators of `random` and numpy: their own getters take 10 to 50 microseconds, a look one.
+    """State of the generators of `random` and numpy, read from memory in 1 us instead of 10 to 50.
 
     Relies on ``random:_inst``, and on where CPython and numpy keep the Mersenne Twister's state.
-    Without it: each batch is fetched with random numbers of its own, also where the dataset draws none.
+    Without it: each batch is fetched with its own random numbers, even if the dataset draws none.
 
     Attributes:
-        is_known: whether what is read there is what the getters return.
+        is_known: whether the memory holds what the public getters return.
     """
 
     def __init__(self) -> None:
@@ -140,10 +140,10 @@ class GeneratorMemory:
         self.is_known &= ctypes.string_at(address, len(expected)) == expected
 
     def read(self) -> list[bytes]:
-        """Return the states as they lie there."""
+        """Return the raw states."""
         return [ctypes.string_at(address, size) for address, size in self._places]
 
     def write(self, states: list[bytes]) -> None:
-        """Put states back that `read` has returned."""
+        """Restore states that `read` has returned."""
         for (address, _), state in zip(self._places, states, strict=True):
             ctypes.memmove(address, state, len(state))

@@ -19,11 +19,11 @@ from distwrap.versions import TORCH, TORCH_SEEN
 
 DistributedDataParallel = nn.parallel.DistributedDataParallel
 
-# Functions by which torch pickles what is no tensor in a checkpoint's table of contents.
+# The function by which torch pickles a layout in a checkpoint's table of contents.
 LAYOUT_FUNCTION = ("torch.serialization", "_get_layout")
-# What DDP looks up in a module that it is to wrap. Without it: DDP around a wrapped model trains it twice, or raises.
+# The attribute that DDP reads from a module to wrap. Without it: DDP around a wrapped model trains it twice, or raises.
 ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-# Classes of which the state of torch elastic's agents consists.
+# Classes in the state of torch elastic's agents.
 _RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 RENDEZVOUS_STATE = ((_RENDEZVOUS, "_RendezvousState"), (_RENDEZVOUS, "_NodeDesc"))
 
@@ -36,7 +36,7 @@ def _refuse(name: str, consequence: str) -> NoReturn:
 
 
 def current_backward() -> int | None:
-    """Return the number of the backward that this thread runs, -1 outside of one, ``None`` where torch has none.
+    """Return the id of the backward in this thread, -1 outside of one, ``None`` if torch has no ids.
 
     Relies on ``torch._C:_current_graph_task_id``.
     Without it: a backward without an average is not noticed.
@@ -45,10 +45,10 @@ def current_backward() -> int | None:
 
 
 def after_backward(call: Callable[[], object]) -> None:
-    """Call a function at the end of the backward that runs, after what was queued before.
+    """Call a function at the end of the current backward, after all functions queued before.
 
     Relies on ``torch.autograd:Variable._execution_engine.queue_callback``.
-    Without it: a failure of an exchange is raised within the next backward, before DDP's own end of it.
+    Without it: a failure of an exchange is raised within the next backward, before DDP finishes.
     """
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
@@ -70,10 +70,10 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def settings_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return how DDP exchanges gradients, and the bytes of parameters that had none at the last step.
+    """Return DDP's settings of the gradient exchange, and the bytes of parameters without a gradient at the last step.
 
     Relies on ``torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data``.
-    Without it: a report's advice does not say that no parameter is without a gradient.
+    Without it: a report's advice does not say that every parameter has a gradient.
     """
     logged: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
     return {
@@ -86,7 +86,7 @@ def settings_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
 
 
 def begin_ddp_forward(model: DistributedDataParallel) -> None:
-    """Do what DDP does before the module's own forward.
+    """Run DDP's steps before the forward of the module.
 
     Relies on ``torch.nn.parallel:DistributedDataParallel._pre_forward``.
     Without it: ModelError where a method other than forward() trains.
@@ -98,7 +98,7 @@ def begin_ddp_forward(model: DistributedDataParallel) -> None:
 
 
 def end_ddp_forward(model: DistributedDataParallel, output: Any) -> Any:
-    """Do what DDP does after the module's own forward, and return the output.
+    """Run DDP's steps after the forward of the module, and return the output.
 
     Relies on ``torch.nn.parallel:DistributedDataParallel._post_forward``.
     Without it: ModelError where a method other than forward() trains.
@@ -117,10 +117,10 @@ def _step_of_ddp(model: DistributedDataParallel, name: str) -> Any:
 
 
 class DDPForwardHook(DistributedDataParallel):
-    """A DDP model that runs its module in a way of its own, between DDP's own steps before and after it.
+    """DDP model whose subclass decides how the module runs, between DDP's steps before and after it.
 
     Relies on ``torch.nn.parallel:DistributedDataParallel._run_ddp_forward``.
-    Without it: the module runs on the first device alone.
+    Without it: the module runs on the first device only.
     """
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class DDPForwardHook(DistributedDataParallel):
 
 
 class DDPOutputs(DistributedDataParallel):
-    """A DDP model that finds the tensors of its outputs in any object, where its way through the graph needs them.
+    """DDP model that finds output tensors in any object, if its search through the graph needs them.
 
     Relies on ``torch.nn.parallel:DistributedDataParallel._post_forward``.
     Without it: outputs in objects that DDP does not know are an error under find_unused_parameters and static_graph.
@@ -148,13 +148,13 @@ class DDPOutputs(DistributedDataParallel):
 
 
 def prepare_another_average(model: DistributedDataParallel) -> None:
-    """Prepare DDP's reducer for a backward to which no forward belongs, as DDP's forward would.
+    """Prepare DDP's reducer for a backward without a forward of its own, as DDP's forward would.
 
     Relies on ``torch.distributed:Reducer._rebuild_buckets``, ``torch.distributed:Reducer.prepare_for_backward``.
     Without it: ModelError at the second of several forwards before their backwards.
 
     Raises:
-        ModelError: this torch's reducer cannot.
+        ModelError: this torch has no such method.
     """
     reducer: Any = model.reducer
     if not hasattr(reducer, "_rebuild_buckets") or not hasattr(reducer, "prepare_for_backward"):
@@ -164,10 +164,10 @@ def prepare_another_average(model: DistributedDataParallel) -> None:
 
 
 def is_averaging(model: DistributedDataParallel, *, otherwise: bool) -> bool:
-    """Return whether DDP's reducer is in the middle of an average; `otherwise` where this torch does not tell.
+    """Return whether DDP's reducer is in the middle of an average, or `otherwise` if torch does not tell.
 
     Relies on ``torch.distributed:Reducer._check_reducer_finalized``.
-    Without it: a backward within a backward is taken for what the caller expects.
+    Without it: a backward within a backward counts as what the caller expects.
     """
     check = getattr(model.reducer, "_check_reducer_finalized", None)
     if check is None:
@@ -180,7 +180,7 @@ def is_averaging(model: DistributedDataParallel, *, otherwise: bool) -> bool:
 
 
 def remove_ddp_hooks(model: DistributedDataParallel) -> None:
-    """Take DDP's hooks off the parameters.
+    """Remove DDP's hooks from the parameters.
 
     Relies on ``torch.distributed:Reducer._remove_autograd_hooks``.
     Without it: the hooks stay until the reducer is freed.
@@ -189,10 +189,10 @@ def remove_ddp_hooks(model: DistributedDataParallel) -> None:
 
 
 def names_ddp_ignores(net: nn.Module) -> Collection[str]:
-    """Return the names of the parameters and buffers that the user has told DDP to leave alone.
+    """Return the names of parameters and buffers that the user has told DDP to ignore.
 
     Relies on ``torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``.
-    Without it: parameters that DDP leaves alone are taken for trained ones.
+    Without it: parameters that DDP ignores count as trained.
     """
     return getattr(net, "_ddp_params_and_buffers_to_ignore", ())
 
@@ -201,20 +201,20 @@ def names_ddp_ignores(net: nn.Module) -> Collection[str]:
 
 
 def size_of_group(name: str) -> int | None:
-    """Return how many ranks a process group has, by the name that functional collectives hold; ``None``: unknown.
+    """Return the size of a process group by its name in functional collectives; ``None`` if unknown.
 
     Relies on ``torch._C._distributed_c10d:_resolve_process_group``.
-    Without it: a functional collective counts as one of several ranks.
+    Without it: each functional collective counts as one with several ranks.
     """
     resolve = getattr(getattr(torch._C, "_distributed_c10d", None), "_resolve_process_group", None)
     return int(resolve(name).size()) if resolve is not None else None
 
 
 def watch_operators(look: Callable[[Any, tuple[Any, ...]], object]) -> AbstractContextManager[object]:
-    """Call `look` with each operator and its arguments, before it runs, within a ``with``.
+    """Call `look` with each operator and its arguments before it runs, within a ``with``.
 
     Relies on ``torch.utils._python_dispatch:TorchDispatchMode``.
-    Without it: torch's own collectives are not refused where only some ranks are.
+    Without it: torch's own collectives are not refused in functions that only some ranks run.
     """
     watching = _watching_mode()
     return nullcontext() if watching is None else watching(look)
@@ -240,21 +240,21 @@ def _watching_mode() -> Callable[[Any], AbstractContextManager[object]] | None:
 
 
 def foreach(operation: str, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """Apply an operation to each of several tensors at once.
+    """Apply an operation to several tensors at once.
 
     Relies on ``torch:_foreach_add``, ``torch:_foreach_add_``, ``torch:_foreach_addcdiv_``,
     ``torch:_foreach_addcmul_``, ``torch:_foreach_copy_``, ``torch:_foreach_div_``, ``torch:_foreach_lerp_``,
     ``torch:_foreach_mul_``, ``torch:_foreach_sqrt``.
-    Without it: one tensor after another, which takes longer.
+    Without it: the operation runs tensor by tensor, which takes longer.
 
     Args:
-        operation: a method of tensors, as ``"mul_"``.
-        tensors: of any shapes.
-        *args: a number for all of them, or a list with one value for each tensor.
-        **kwargs: for each of them.
+        operation: the name of a tensor method, as ``"mul_"``.
+        tensors: tensors of any shapes.
+        *args: each a number for all tensors, or a list with one value for each tensor.
+        **kwargs: keyword arguments for each call.
 
     Returns:
-        The results; nothing where the tensors are changed in place.
+        The results; empty if the operation changes tensors in place.
 
     Example:
         >>> foreach("add", [torch.ones(2)], [torch.ones(2)], alpha=2)
@@ -272,29 +272,29 @@ def foreach(operation: str, tensors: Sequence[torch.Tensor], *args: Any, **kwarg
 
 
 def on_first_use(module: ModuleType, call: Callable[[], object]) -> None:
-    """Call a function when the devices of a module of torch are initialised; touch nothing now.
+    """Call a function when the devices of one of torch's modules are initialised; initialise nothing now.
 
-    Relies on ``torch.xpu:_lazy_call``, and on the same in the modules of other types.
+    Relies on ``torch.xpu:_lazy_call``, and its like in the modules of other device types.
     Without it: the refusal of a fork does not say where an accelerator was first used.
     """
     getattr(module, "_lazy_call", lambda call: None)(call)
 
 
 def default_device() -> torch.device | None:
-    """Return what ``torch.set_default_device`` was given last, ``None`` where it was given nothing.
+    """Return the last device of ``torch.set_default_device``, or ``None``.
 
     Relies on ``torch:_GLOBAL_DEVICE_CONTEXT``. torch's public function starts the accelerator's driver.
-    Without it: ranks that are no forks of the caller make their tensors on the CPU by default.
+    Without it: ranks that are not forks of the caller make tensors on the CPU by default.
     """
     context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return getattr(context, "device", None)
 
 
 def import_compiler() -> None:
-    """Import torch's compiler, which DDP and the first optimizer do otherwise, with a quarter more time for garbage.
+    """Import torch's compiler with the garbage collector paused; without that it takes a quarter longer.
 
     Relies on ``torch._dynamo:optimize``.
-    Without it: ranks of the fork server import the compiler themselves.
+    Without it: each rank of the fork server imports the compiler with DDP or its first optimizer.
     """
     with suppress(ImportError), collection_paused():
         import torch._dynamo  # noqa: F401 - importing it is the point
@@ -307,7 +307,7 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
     """Return the classes whose buffers are running statistics.
 
     Relies on ``torch.nn.modules.batchnorm:_NormBase``.
-    Without it: the public classes of norms are looked for, which the user's own norms may not be derived from.
+    Without it: only the public classes count, from which the user's own norms may not be derived.
     """
     base = getattr(nn.modules.batchnorm, "_NormBase", None)
     batch = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -315,35 +315,35 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
 
 
 def submodules(model: object) -> dict[str, nn.Module | None]:
-    """Return the modules right within a module by name, also where ``named_children`` is overridden.
+    """Return the direct submodules of a module by name, also if ``named_children`` is overridden.
 
     Relies on ``torch.nn:Module()._modules``.
-    Without it: a wrapped model is no instance of the user's class, and a compiled one is taken for a plain one.
+    Without it: a wrapped model is not an instance of the user's class, and a compiled one counts as plain.
     """
     return getattr(model, "__dict__", {}).get("_modules", {})  # type: ignore[no-any-return]
 
 
 def compiled_module(model: object) -> nn.Module | None:
-    """Return the module that ``torch.compile`` was called with, or ``None`` where the model is not compiled.
+    """Return the module that ``torch.compile`` has compiled, or ``None`` if the model is not compiled.
 
     Relies on ``torch:compile(nn.Linear(1, 1))._orig_mod``.
-    Without it: a compiled model is taken for one that is not compiled.
+    Without it: a compiled model counts as not compiled.
     """
     inner = submodules(model).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None
 
 
 def metadata_of(state_dict: Any) -> Any:
-    """Return the versions of modules that torch hangs on a state dict, or ``None``.
+    """Return the versions of modules that torch attaches to a state dict, or ``None``.
 
     Relies on ``torch.nn:Linear(1, 1).state_dict()._metadata``.
-    Without it: a state dict has no versions of its modules.
+    Without it: state dicts lose the versions of their modules.
     """
     return getattr(state_dict, "_metadata", None)
 
 
 def set_metadata(state_dict: Any, metadata: Any) -> None:
-    """Hang the versions of modules on a state dict; ``None`` changes nothing."""
+    """Attach versions of modules to a state dict; ``None`` changes nothing."""
     if metadata is not None:
         state_dict._metadata = metadata
 
@@ -352,7 +352,7 @@ def set_metadata(state_dict: Any, metadata: Any) -> None:
 
 
 def mark_steps_as_watched(optimizer: torch.optim.Optimizer) -> None:
-    """Mark an optimizer's step as a scheduler does when it is made; the scheduler warns where the mark is lost.
+    """Mark an optimizer's step as a new scheduler does, which warns if the mark is lost.
 
     Relies on ``torch:optim.lr_scheduler.ConstantLR(optim.SGD([Tensor()])).optimizer.step._wrapped_by_lr_sched``.
     Without it: the scheduler's first step may warn that the optimizer was changed.
@@ -371,10 +371,10 @@ def mark_steps_as_watched(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's gradients, from which the scaler has taken the scale, are not all finite.
+    """Return whether some gradients of an optimizer are not finite, after the scaler has unscaled them.
 
     Relies on ``torch.amp:GradScaler._found_inf_per_device``.
-    Without it: all gradients are looked at a second time.
+    Without it: all gradients are checked a second time.
     """
     found = getattr(scaler, "_found_inf_per_device", None)
     if found is not None:
@@ -387,6 +387,6 @@ def has_scaled(scaler: torch.amp.GradScaler) -> bool:
     """Return whether a scaler has scaled a loss yet.
 
     Relies on ``torch.amp:GradScaler("cpu")._scale``.
-    Without it: a scaler counts as used as soon as it exists.
+    Without it: each scaler counts as used.
     """
     return getattr(scaler, "_scale", scaler) is not None

@@ -1,4 +1,4 @@
-"""Names of torch for looks at autograd: whether it runs, what it has noted of a loss, a loss without its chance.
+"""Private names of torch's autograd: running backwards, hooks of tensors, saved values of a loss, random operators.
 
 Every function says which names it relies on, and what happens without them; all were seen in version 2.13.
 """
@@ -14,9 +14,9 @@ from distwrap._internals.torch import current_backward
 from distwrap._internals.torch_tree import map_tensors
 
 Number = float | torch.Tensor
-# Steps from one number to another, by which it is not divided.
+# Operators that neither scale a loss nor add to it.
 _KEEPS = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
-_MEAN = 1  # as torch numbers reductions
+_MEAN = 1  # torch's number of this reduction
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -24,14 +24,14 @@ def in_backward() -> bool:
     """Return whether this thread runs a backward.
 
     Relies on ``torch._C:_current_graph_task_id``.
-    Without it: none is seen.
+    Without it: the answer is always no.
     """
     return current_backward() not in (None, -1)
 
 
 @contextmanager
 def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let no hook of these tensors see what is computed within a ``with``.
+    """Disable the hooks of tensors within a ``with``.
 
     Relies on ``torch:Tensor._backward_hooks``, ``torch:Tensor._post_accumulate_grad_hooks``.
     Without it: under strategy="pipeline" hooks of parameters see the gradients of each microbatch.
@@ -49,12 +49,13 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def hooks_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Keep the hooks of tensors whose contents are swapped for others within a ``with``.
+    """Keep the hooks of tensors whose contents are swapped within a ``with``.
 
-    ``torch.utils.swap_tensors`` leaves them in Python's object, and autograd does not know of them in the new contents.
+    ``torch.utils.swap_tensors`` leaves hooks in the Python object, and autograd does not know of them in the new
+    contents.
 
     Relies on ``torch:Tensor._backward_hooks``, ``torch:Tensor._post_accumulate_grad_hooks``.
-    Without it: hooks of parameters from before are not called, nor are those put on unpickled parameters later.
+    Without it: neither earlier hooks of parameters nor later hooks of unpickled parameters are called.
     """
     kept = [(tensor, name, getattr(tensor, name, None)) for tensor in tensors for name in _HOOKS]
     for tensor, name, _ in kept:
@@ -68,7 +69,7 @@ def hooks_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def hooked(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return what the hooks of a tensor make of its gradient.
+    """Return the gradient of a tensor after the tensor's hooks.
 
     Relies on ``torch:Tensor._backward_hooks``.
     Without it: as for without_hooks.
@@ -80,7 +81,7 @@ def hooked(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def call_after_accumulation(tensor: torch.Tensor) -> None:
-    """Call the hooks of a tensor whose gradient has accumulated.
+    """Call the hooks of a tensor whose gradient has been accumulated.
 
     Relies on ``torch:Tensor._post_accumulate_grad_hooks``.
     Without it: as for without_hooks.
@@ -92,11 +93,11 @@ def call_after_accumulation(tensor: torch.Tensor) -> None:
 def look_at_backwards(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> Callable[[], None]:
     """Call a function with the outputs and inputs of each backward that names inputs, before it runs.
 
-    Relies on ``torch.autograd:_engine_run_backward``, whose fifth argument are the inputs.
-    Without it: ``backward(inputs=…)`` of what a strategy has divided gives no gradients, in silence.
+    Relies on ``torch.autograd:_engine_run_backward``, whose fifth argument is the inputs.
+    Without it: ``backward(inputs=…)`` silently gives no gradients of divided parameters.
 
     Returns:
-        What ends that.
+        A function that ends this.
     """
     name, module = "_engine_run_backward", vars(torch.autograd)
     own = module.get(name)
@@ -118,10 +119,10 @@ def look_at_backwards(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> C
 
 
 def nodes_of(outputs: Sequence[Any]) -> Iterator[Any]:
-    """Return the nodes of the graph of some tensors, each once.
+    """Yield each node in the graph of some tensors once.
 
     Relies on ``torch:ones(1, requires_grad=True).sum().grad_fn.next_functions``.
-    Without it: ``backward(inputs=…)`` of what a strategy has divided fails.
+    Without it: ``backward(inputs=…)`` of divided parameters fails.
     """
     left = [node for output in outputs if (node := getattr(output, "grad_fn", getattr(output, "node", None)))]
     seen = set(left)
@@ -134,24 +135,24 @@ def nodes_of(outputs: Sequence[Any]) -> Iterator[Any]:
 
 
 def saving_hooks() -> Any:
-    """Return what torch does with tensors that it saves for the backward at this place; ``None`` for nothing of note.
+    """Return torch's current hooks for tensors that are saved for the backward, or ``None``.
 
     Relies on ``torch._C._autograd:_top_saved_tensors_default_hooks`` (since torch 2.7).
-    Without it: a checkpoint of the user's within a block that is cut may draw other dropout when it computes again.
+    Without it: activation checkpointing in a pipeline's block may recompute with other dropout.
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if hooks is None else hooks(True)
 
 
 def divisors(loss: torch.Tensor) -> list[Number]:
-    """Return by what each term of a loss is divided, as by a count of words, which autograd has noted.
+    """Return the divisor of each term of a loss, such as a count of words, from autograd's saved values.
 
     Relies on ``torch:ones(1, requires_grad=True).div(2).grad_fn._saved_other``,
     ``torch:ones(1, requires_grad=True).mean().grad_fn._saved_self_sym_numel``,
     ``torch:nn.MSELoss()(torch.ones(1, requires_grad=True), torch.ones(1)).grad_fn._saved_reduction``,
     ``torch:nn.MSELoss()(torch.ones(1, requires_grad=True), torch.ones(1)).grad_fn._saved_self``,
     ``torch:nn.NLLLoss()(torch.ones(1, 1, requires_grad=True), torch.zeros(1).long()).grad_fn._saved_total_weight``.
-    Without it: a loss whose microbatches have unlike counts is noticed at batch 1, 2, 4, 8, … only.
+    Without it: a loss with different counts in microbatches is noticed only at batch 1, 2, 4, 8, ….
     """
     return list(_terms(loss.grad_fn, 1.0)) or [1.0]
 
@@ -173,7 +174,7 @@ def _terms(node: Any, divisor: Number) -> Iterator[Number]:
             yield from _terms(inputs[0], divisor * number)
         elif isinstance(number, torch.Tensor):
             yield from _terms(inputs[0], divisor * number.reciprocal())
-        elif number:  # else the term adds nothing
+        elif number:  # a zero term adds nothing
             yield from _terms(inputs[0], divisor / number)
     elif getattr(node, "_saved_reduction", 0) == _MEAN:
         counted = getattr(node, "_saved_total_weight", None)
@@ -183,10 +184,10 @@ def _terms(node: Any, divisor: Number) -> Iterator[Number]:
 
 
 def without_chance() -> AbstractContextManager[object]:
-    """Let operators within a ``with`` return the same number everywhere where they would draw random ones.
+    """Replace the results of random operators within a ``with`` by constants.
 
     Relies on ``torch.utils._python_dispatch:TorchDispatchMode``.
-    Without it: a loss with random numbers is found to be neither the mean nor the sum over a batch.
+    Without it: a loss with random numbers seems to be neither the mean nor the sum over a batch.
     """
     mode = _mode()
     if mode is None:
@@ -194,7 +195,7 @@ def without_chance() -> AbstractContextManager[object]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     both = ExitStack()
-    both.enter_context(sdpa_kernel(SDPBackend.MATH))  # whose dropout is an operator of its own
+    both.enter_context(sdpa_kernel(SDPBackend.MATH))  # its dropout is a separate operator
     both.enter_context(mode())
     return both
 

@@ -1,4 +1,4 @@
-"""What a call of a module runs, in whose place something else can run; all of it was seen in version 2.13 of torch."""
+"""Private names of torch for calls of modules and their hooks; all were seen in version 2.13."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CALLS = ("_call_impl", "_compiled_call_impl")
 
 
 def replace_calls(module: nn.Module, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what a call of a module runs: its forward with all hooks around it, or what was compiled of that.
+    """Replace the call of a module, that is its forward with all hooks, or the compiled version of that.
 
     Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
     Without it: strategy="pipeline" cannot be used.
@@ -22,7 +22,7 @@ def replace_calls(module: nn.Module, replaced: Callable[[Callable[..., Any]], Ca
 
 
 def put_back_calls(module: nn.Module, own: dict[str, Any]) -> None:
-    """Let a module be called as it was when it had these attributes of its own.
+    """Restore the call of a module from its attributes before the replacement.
 
     Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
     Without it: as for replace_calls.
@@ -34,12 +34,12 @@ def put_back_calls(module: nn.Module, own: dict[str, Any]) -> None:
 
 
 def run_new_pre_hooks(module: nn.Module, known: Collection[int], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Run hooks before a module's forward that were registered when its call had begun, and return its arguments.
+    """Run forward pre-hooks that were registered after a call began, and return the arguments.
 
-    Those that want keyword arguments are left out.
+    Hooks that take keyword arguments are left out.
 
     Relies on ``torch:nn.Module()._forward_pre_hooks``, ``torch:nn.Module()._forward_pre_hooks_with_kwargs``.
-    Without it: weights of the module that is called first, in a method that makes an engine of stage 3, are missing.
+    Without it: a method that makes an engine of stage 3 misses the weights of the module that it calls first.
     """
     left_out = {*known, *getattr(module, "_forward_pre_hooks_with_kwargs", ())}
     for key, hook in list(getattr(module, "_forward_pre_hooks", {}).items()):
@@ -51,7 +51,7 @@ def run_new_pre_hooks(module: nn.Module, known: Collection[int], args: tuple[Any
 
 
 def pre_hooks_of(module: nn.Module) -> set[int]:
-    """Return the keys of the hooks before a module's forward.
+    """Return the ids of a module's forward pre-hooks.
 
     Relies on ``torch:nn.Module()._forward_pre_hooks``.
     Without it: as for `run_new_pre_hooks`.

@@ -1,4 +1,4 @@
-"""Private names of torch's DataLoader, and of torchdata's StatefulDataLoader, which is derived from it.
+"""Private names of torch's DataLoader, from which torchdata's StatefulDataLoader is derived.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
@@ -13,14 +13,14 @@ from distwrap.errors import LoaderError
 from distwrap.versions import TORCH, TORCH_SEEN
 
 _T_co = TypeVar("_T_co", covariant=True)
-ITERATOR = "_iterator"  # holds the iterator whose workers outlive an epoch
+ITERATOR = "_iterator"  # the attribute with the iterator of persistent workers
 
 
 class IteratorHook(DataLoader[_T_co]):
-    """A DataLoader that lends itself other attributes for the moment in which an epoch's iterator is made."""
+    """DataLoader that changes attributes while the iterator of an epoch is made."""
 
     def making_iterator(self) -> AbstractContextManager[None]:
-        """Return the context in which the iterator is made."""
+        """Return the context manager for making the iterator."""
         raise NotImplementedError
 
     def _get_iterator(self) -> Any:
@@ -29,13 +29,13 @@ class IteratorHook(DataLoader[_T_co]):
 
 
 def check_iterator_hook(cls: type[DataLoader[Any]]) -> None:
-    """Refuse a class of loaders whose iterator is not made where `IteratorHook` looks.
+    """Refuse a class of loaders that does not make its iterator where `IteratorHook` needs it.
 
     Relies on ``torch.utils.data:DataLoader._get_iterator``, ``torch.utils.data:DataLoader([0])._iterator``.
-    Without it: LoaderError where a loader is sharded, since its workers could not be told their share.
+    Without it: sharding a loader raises LoaderError, since its workers would not know their share.
 
     Raises:
-        LoaderError: names the class.
+        LoaderError: the class does so; the message names it.
     """
     if not hasattr(cls, "_get_iterator"):
         raise LoaderError(
@@ -45,46 +45,46 @@ def check_iterator_hook(cls: type[DataLoader[Any]]) -> None:
 
 
 def batches_given(iterator: Iterator[Any] | None) -> int | None:
-    """Return the number of batches that a loader's iterator has given; ``None`` if it is unknown.
+    """Return how many batches a loader's iterator has returned, or ``None`` if unknown.
 
     Relies on ``torch.utils.data:DataLoader([0]).__iter__()._num_yielded``.
-    Without it: hang reports do not say at which step.
+    Without it: hang reports do not say the step.
     """
     count = getattr(iterator, "_num_yielded", None)
     return count if isinstance(count, int) else None
 
 
 def held_iterators(loader: DataLoader[Any]) -> list[str]:
-    """Return the attributes in which a loader of a class of its own holds an iterator over itself.
+    """Return the names of attributes in which a custom loader holds an iterator over itself.
 
     Relies on ``torch.utils.data.dataloader:_BaseDataLoaderIter``.
-    Without it: such a loader, as timm's and ultralytics' are, would go on over undivided data.
+    Without it: such loaders, as timm's and ultralytics', continue with undivided data.
     """
     kind: Any = getattr(dataloader, "_BaseDataLoaderIter", ())
     return [name for name, value in vars(loader).items() if name != ITERATOR and isinstance(value, kind)]
 
 
 def iterator_class() -> type:
-    """Return the class of the iterators of all loaders of torch's.
+    """Return the base class of the iterators of torch's loaders.
 
     Relies on ``torch.utils.data.dataloader:_BaseDataLoaderIter``.
-    Without it: the time that a loop waits for a loader that is not sharded counts as the loop's own.
+    Without it: waiting for a loader that is not sharded counts as the loop's own time.
     """
     return getattr(dataloader, "_BaseDataLoaderIter", type("NoIterator", (), {"__next__": None}))
 
 
 def workers_of(iterator: Any) -> int | None:
-    """Return the number of workers of a loader's iterator; ``None`` if it is unknown.
+    """Return the number of workers of a loader's iterator, or ``None`` if unknown.
 
     Relies on ``torch.utils.data:DataLoader([0]).__iter__()._num_workers``.
-    Without it: a report's advice does not say how many workers there are.
+    Without it: a report's advice does not have the number of workers.
     """
     workers = getattr(iterator, "_num_workers", None)
     return workers if isinstance(workers, int) else None
 
 
 def pins(iterator: Any) -> bool | None:
-    """Return whether a loader's iterator pins the memory of its batches; ``None`` if it is unknown.
+    """Return whether a loader's iterator pins the memory of batches, or ``None`` if unknown.
 
     Relies on ``torch.utils.data:DataLoader([0]).__iter__()._pin_memory``.
     Without it: a report does not advise to pin memory.
@@ -95,7 +95,7 @@ def pins(iterator: Any) -> bool | None:
 
 @contextmanager
 def worker_info_shown(info: Any) -> Iterator[None]:
-    """Let `get_worker_info` return `info` for the time of a ``with``; see `show_worker_info`."""
+    """Let `get_worker_info` return `info` within a ``with``, as `show_worker_info` does."""
     before = get_worker_info()
     show_worker_info(info)
     try:
@@ -108,7 +108,7 @@ def show_worker_info(info: Any) -> None:
     """Let `get_worker_info` return `info` in this process.
 
     Relies on ``torch.utils.data._utils.worker:_worker_info``.
-    Without it: an iterable dataset that divides its items among workers is not seen to do so: LoaderError.
+    Without it: LoaderError, since datasets could not divide their items among ranks and workers.
     """
     with suppress(ImportError):
         from torch.utils.data._utils import worker
@@ -123,10 +123,10 @@ def show_worker_info(info: Any) -> None:
 
 
 def forget_ended_workers() -> None:
-    """Let torch forget workers that have ended badly, of which it would tell at the next end of any child.
+    """Remove failed workers from torch's records, which it would report when any child process ends.
 
     Relies on ``torch.utils.data._utils.signal_handling:_error_if_any_worker_fails``.
-    Without it: an error of a loader's worker may be raised once more, after the run that it has ended.
+    Without it: the error of a loader's worker may be raised again after the run that it has ended.
     """
     with suppress(ImportError, AttributeError, RuntimeError):
         from torch.utils.data._utils import signal_handling

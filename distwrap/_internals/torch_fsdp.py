@@ -1,4 +1,4 @@
-"""Private names of torch for what FSDP2 gathers: when it does, what hangs on the modules meanwhile, and a fresh start.
+"""Private names of torch for FSDP2's gathered weights: hooks on gather and reduce, restoring shards, a reset.
 
 Every method says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
@@ -18,10 +18,10 @@ from distwrap.versions import ACCUMULATES_BESIDE_PARAMETERS
 
 
 class GatheredUnits:
-    """The units of a model that FSDP2 has divided, each of which gathers its weights, and reduces its gradients.
+    """Units of a model that FSDP2 has divided, each of which gathers its weights and reduces its gradients.
 
-    Outside of a forward and its backward the modules hold the shards: what changes, freezes or collects parameters
-    gets those, though the numbers of some units stay gathered until the backward.
+    Outside of a forward and its backward, modules hold the shards, so that code which changes, freezes or collects
+    parameters sees these. The whole weights of some units stay in memory until the backward.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard``,
     ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard``,
@@ -34,14 +34,14 @@ class GatheredUnits:
     Without it: a divided model cannot be wrapped.
 
     Args:
-        model: the user's, divided.
-        on_exchange: called before each exchange with the number of the unit, and which of its parameters have
-            gradients to be averaged, as bits; -1 where its weights are gathered.
-        on_gather: called with the number of a unit before its whole weights take the place of the shards.
-        on_graph: called before a backward through a unit that is to have a backward itself.
+        model: the divided model.
+        on_exchange: called before each exchange with the number of the unit, and a bit mask of its parameters with
+            gradients to average, or -1 if its weights are gathered.
+        on_gather: called with the number of a unit before its whole weights replace the shards.
+        on_graph: called before a backward through a unit that itself needs a backward.
 
     Attributes:
-        names: of each unit's parameters in the model.
+        names: the names of each unit's parameters in the model.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class GatheredUnits:
 
     @property
     def average(self) -> bool:
-        """Whether a backward averages gradients, and does not accumulate them on each rank."""
+        """Whether a backward averages gradients, instead of accumulating them on each rank."""
         return any(unit.reduce_grads for unit in self._units)
 
     def begin(self) -> bool:
-        """Let a forward gather what the shards hold now; return whether the backward before it was broken off."""
+        """Let a forward gather the current shards, and return whether the last backward was broken off."""
         is_broken = self.is_broken()
         if is_broken:
             self.start_afresh()
@@ -77,13 +77,13 @@ class GatheredUnits:
         for unit in self._units:
             if unit.is_unsharded:
                 unit._to_sharded()
-            if getattr(unit, "_orig_dtype", 0) is None:  # all of it was frozen as its types were chosen
+            if getattr(unit, "_orig_dtype", 0) is None:  # the whole unit was frozen when its types were chosen
                 unit._init_mp_dtypes()
         self._hidden.clear()
         return is_broken
 
     def end(self) -> None:
-        """Put the shards back on the modules after a forward, and let go of what no backward needs."""
+        """Put the shards back on the modules after a forward, and free what no backward needs."""
         keep = torch.is_grad_enabled()
         if self._unmarked:
             self._mark_copies()
@@ -96,15 +96,15 @@ class GatheredUnits:
                 unit._to_sharded()
 
     def has_left_window(self) -> bool:
-        """Return whether gradients of a window that was left are still there, and let go of those that were zeroed."""
+        """Return whether gradients of a left window still exist; drop those that the loop has zeroed."""
         self._left = [each for each in self._left if _is_kept(*each)]
         return bool(self._left)
 
     def leave_window(self) -> None:
-        """Let go of gradients that have accumulated on this rank alone as soon as the loop zeroes those of the shards.
+        """Drop gradients accumulated on this rank alone as soon as the loop zeroes those of the shards.
 
         Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
-        Without it: the gradients of a window that was left are a part of the next step's.
+        Without it: gradients of a left window are added to those of the next step.
         """
         for param in self._params:
             if has_unreduced(param):
@@ -114,10 +114,10 @@ class GatheredUnits:
                 self._left.append((param, shard.grad, version_of(shard.grad)))
 
     def replaced(self, number: int) -> str:
-        """Return the name of a parameter of a unit in whose place its module has another tensor; empty for none.
+        """Return the name of a unit's parameter whose module has another tensor instead, or an empty string.
 
         Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo``.
-        Without it: what takes a parameter's place is left alone in silence.
+        Without it: a replaced parameter is silently ignored.
         """
         for name, param in zip(self.names[number], self._units[number].fsdp_params, strict=True):
             info = getattr(param, "_module_info", None)
@@ -126,22 +126,22 @@ class GatheredUnits:
         return ""
 
     def is_broken(self) -> bool:
-        """Return whether an exception has ended the last backward.
+        """Return whether an exception ended the last backward.
 
         Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._state_ctx``.
-        Without it: what is gathered when a backward fails stays so.
+        Without it: weights stay gathered after a failed backward.
         """
         context = getattr(_state_of(self._model), "_state_ctx", None)
         return getattr(context, "post_backward_final_callback_queued", False) and not in_backward()
 
     def start_afresh(self) -> None:
-        """Bring FSDP back to where the next forward can begin, after an exception in the midst of one.
+        """Reset FSDP for the next forward after an exception in a forward or backward.
 
-        The gradients of earlier backwards stay, as in one process, where torch 2.15 lets go of them.
+        Gradients of earlier backwards stay, as in one process; torch 2.15's own reset drops them.
 
         Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._training_state``,
         ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._state_ctx``.
-        Without it: a loop that goes on after an exception in a forward gets wrong gradients of its next one.
+        Without it: a loop that goes on after an exception in a forward gets wrong gradients in the next one.
         """
         reset = getattr(self._model, "reset_iter_state", None)
         if reset is not None:
@@ -186,7 +186,7 @@ class GatheredUnits:
         if not torch.is_inference_mode_enabled():
             unshard(async_op)
             return
-        with torch.inference_mode(False), torch.no_grad():  # a later backward needs what is made now
+        with torch.inference_mode(False), torch.no_grad():  # a later backward needs these tensors
             unshard(async_op)
             unit.wait_for_unshard()
 
@@ -205,7 +205,7 @@ class GatheredUnits:
 
 
 def _ask_whose_are_used(unit: Any) -> None:
-    """Leave parameters that no rank has used without a gradient, as one process does; FSDP gives them zeros."""
+    """Set the gradient of parameters that no rank has used to ``None``, as in one process; FSDP sets zeros."""
     used = torch.tensor([float(has_unreduced(param)) for param in unit.fsdp_params], device=unit.device)
     without = [(place, param.sharded_param) for place, param in enumerate(unit.fsdp_params)]
     without = [(place, shard) for place, shard in without if shard.grad is None]
@@ -222,7 +222,7 @@ def _ask_whose_are_used(unit: Any) -> None:
 
 
 def _holders(param: Any) -> list[torch.Tensor]:
-    """Return the shard and the whole tensor of one of FSDP's parameters: each may have a gradient."""
+    """Return the shard and the whole tensor of an FSDP parameter, each of which may have a gradient."""
     return [tensor for tensor in (param.sharded_param, getattr(param, "_unsharded_param", None)) if tensor is not None]
 
 
@@ -234,12 +234,12 @@ def _drop_gradients(param: Any) -> None:
 
 
 def _is_kept(param: Any, grad: Any, version: int) -> bool:
-    """Return whether a shard's gradient is as it was; else what has accumulated beside it is let go of."""
+    """Return whether a shard's gradient is unchanged; if not, drop the gradient accumulated beside it."""
     if param.sharded_param.grad is not grad or version_of(grad) != version:
         _drop_gradients(param)
     return has_unreduced(param)
 
 
 def shard_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the shard of a parameter that was gathered for a forward, and any other as it is."""
+    """Return the shard of a parameter that was gathered for a forward, or any other parameter itself."""
     return getattr(parameter, "distwrap_shard", parameter)

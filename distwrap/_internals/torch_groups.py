@@ -1,4 +1,4 @@
-"""Private names of torch: its process groups.
+"""Private names of torch's process groups.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
@@ -14,10 +14,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 def set_group_timeout(seconds: float) -> None:
-    """Set the time limit of the process group's collectives, which its making has too.
+    """Set the time limit of the collectives of the process group, which otherwise is that of making the group.
 
     Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``.
-    Without it: the time limit of making the group holds for its collectives.
+    Without it: collectives have the time limit of making the group.
     """
     change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if change is not None:
@@ -25,7 +25,7 @@ def set_group_timeout(seconds: float) -> None:
 
 
 def default_store() -> Store | None:
-    """Return the store in which the ranks of the process group have met, ``None`` where torch does not tell.
+    """Return the store in which the ranks of the process group met, or ``None`` if torch does not tell.
 
     Relies on ``torch.distributed.distributed_c10d:_get_default_store``.
     Without it: `save` is a collective in a group that the user made, and rank 0 must not call it alone there.
@@ -38,11 +38,11 @@ def collectives_begun(group: dist.ProcessGroup | None = None) -> int | None:
     """Return how many collectives this rank has begun in the group of all ranks, and in another one.
 
     Relies on ``torch.distributed:ProcessGroup._get_sequence_number_for_group``.
-    Without it: fit_batch_size tries again although ranks have begun different numbers of them, and gradients averaged
-    by hand are told from others by being equal on all ranks alone.
+    Without it: fit_batch_size tries again although ranks have begun different numbers of collectives, and gradients
+    count as averaged by hand if they are equal on all ranks.
 
     Returns:
-        The number; ``None`` without groups, and where a backend does not tell.
+        The number; ``None`` without groups, or if a backend does not tell.
     """
     groups = {id(each): each for each in (dist.group.WORLD, group) if each is not None}
     counts = [getattr(each, "_get_sequence_number_for_group", None) for each in groups.values()]
@@ -52,11 +52,11 @@ def collectives_begun(group: dist.ProcessGroup | None = None) -> int | None:
 
 
 def waits_for_ranks() -> list[tuple[Any, str]]:
-    """Return where a rank waits for others in torch's own code, as owners and names, beside its public collectives.
+    """Return owners and names of torch's internal functions that wait for other ranks.
 
     Relies on ``torch.distributed:_broadcast_coalesced``, ``torch.distributed._functional_collectives:wait_tensor``,
     ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard``.
-    Without it: in a report such a wait is a part of the forward or the backward around it.
+    Without it: a report counts such waits as part of the forward or backward.
     """
     found: list[tuple[Any, str]] = [(torch.futures.Future, "wait")]
     if dist.is_available():

@@ -1,4 +1,4 @@
-"""Private names of torch: its profiler.
+"""Private names of torch's profiler.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """

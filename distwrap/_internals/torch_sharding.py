@@ -1,4 +1,4 @@
-"""Private names of torch for models that are divided: FSDP2's states and gradients, modules, hooks, operators.
+"""Private names of torch for divided models: FSDP2's states and gradients, modules, hooks, operators.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def set_timeout(group: Any, limit: timedelta) -> None:
-    """Give the collectives of a process group a time limit.
+    """Set the time limit of the collectives in a process group.
 
-    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``, where torch's groups take no limit themselves.
+    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``, if torch's groups have no method for it.
     Without it: a hang in a group of some ranks is noticed after half an hour, as with a backend that takes no limit.
     """
     if hasattr(group, "set_timeout"):
-        with suppress(RuntimeError):  # a backend of some accelerators takes none
+        with suppress(RuntimeError):  # some accelerators' backends take none
             group.set_timeout(limit)
     elif hasattr(distributed_c10d, "_set_pg_timeout"):
         distributed_c10d._set_pg_timeout(limit, group)
@@ -63,10 +63,10 @@ def _state_of(module: nn.Module) -> Any:
 
 
 def begin_fsdp_forward(model: nn.Module) -> None:
-    """Do what FSDP does before the forward of the whole model.
+    """Run FSDP's steps before the forward of the whole model.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward``.
-    Without it: a method that uses parameters of the model itself fails.
+    Without it: methods that use parameters of the root module fail.
     """
     state = _state_of(model)
     if state is not None:
@@ -74,7 +74,7 @@ def begin_fsdp_forward(model: nn.Module) -> None:
 
 
 def end_fsdp_forward(model: nn.Module, output: Any) -> Any:
-    """Do what FSDP does after the forward of the whole model, and return the output.
+    """Run FSDP's steps after the forward of the whole model, and return the output.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._post_forward``.
     Without it: as for `begin_fsdp_forward`.
@@ -84,16 +84,16 @@ def end_fsdp_forward(model: nn.Module, output: Any) -> Any:
 
 
 class BeforeFSDP:
-    """Memory of what a model's modules were before FSDP divides them; what their owner changes later stays.
+    """State of a model's modules before FSDP divides them; later changes by the user are kept.
 
     Relies on ``torch.distributed._composable_state:_module_state_mapping``, ``torch.nn:Module()._forward_pre_hooks``,
     ``torch.nn:Module()._forward_hooks``, ``torch.nn:Module()._state_dict_pre_hooks``,
     ``torch.nn:Module()._load_state_dict_pre_hooks``, ``torch.nn:Module()._load_state_dict_post_hooks``,
-    ``torch.distributed.tensor:distribute_module``, which marks what it has changed.
+    ``torch.distributed.tensor:distribute_module``, which marks the modules that it has changed.
     Without it: a model that went through a retrofit keeps FSDP's hooks.
 
     Args:
-        model: to remember.
+        model: the model, not yet divided.
     """
 
     _HOOKS = (
@@ -101,7 +101,7 @@ class BeforeFSDP:
         *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     )
     _MARKS = ("_is_fsdp_", "_fsdp_")
-    _CUT = ("_distwrap_local", "_distribute_module_applied")  # what tensor parallelism leaves
+    _CUT = ("_distwrap_local", "_distribute_module_applied")  # attributes left by tensor parallelism
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(module, type(module), set(vars(module)), self._hooks(module)) for module in model.modules()]
@@ -110,7 +110,7 @@ class BeforeFSDP:
         return {name: set(vars(module)[name]) for name in self._HOOKS if name in vars(module)}
 
     def restore(self) -> None:
-        """Take FSDP off the modules; their parameters are for the caller to exchange."""
+        """Remove FSDP from the modules; the caller restores the parameters."""
         from torch.distributed import _composable_state
 
         mapping = getattr(_composable_state, "_module_state_mapping", {})
@@ -137,14 +137,14 @@ class BeforeFSDP:
 
 
 def accumulated_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Return gradients that have accumulated on this rank and are not reduced yet.
+    """Return gradients that are accumulated on this rank and not reduced yet.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
-    Versions before 2.15 may have a gradient in another type than the weight beside it.
+    Before torch 2.15 a gradient may be kept beside the weight in another type.
     Without it: `scale_loss` in a window of `accumulate` weighs micro-batches by the first one's count.
     """
     found = [grad for group in fsdp_groups(model) for param in group.fsdp_params for grad in _unreduced(param)]
-    return list({id(grad): grad for grad in found if grad is not None}.values())  # 2.15 has one by both names
+    return list({id(grad): grad for grad in found if grad is not None}.values())  # torch 2.15 returns one twice
 
 
 def _unreduced(param: Any) -> tuple[Any, Any]:
@@ -153,7 +153,7 @@ def _unreduced(param: Any) -> tuple[Any, Any]:
 
 
 def has_unreduced(param: Any) -> bool:
-    """Return whether one of FSDP's parameters has a gradient of this rank alone.
+    """Return whether an FSDP parameter has a gradient that is not reduced yet.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
     Without it: as for `accumulated_gradients` and `unreduced_parameters`.
@@ -162,7 +162,7 @@ def has_unreduced(param: Any) -> bool:
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """Return FSDP's groups of parameters that are gathered together, those inside of others last.
+    """Return FSDP's parameter groups that are gathered together; inner ones come last.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup``.
     Without it: as for `accumulated_gradients` and `unreduced_parameters`.
@@ -171,20 +171,20 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
 
 
 def unreduced_parameters(groups: list[Any]) -> list[tuple[str, torch.Tensor]]:
-    """Return the names of parameters with gradients that are not reduced yet, and what an optimizer holds of them.
+    """Return the names and shards of parameters with gradients that are not reduced yet.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["sharded_param"]``.
-    Without it: gradients that no exchange has averaged are not noticed.
+    Without it: gradients that were never averaged are not noticed.
     """
     params = [param for group in groups for param in group.fsdp_params]
     return [(str(getattr(param, "_param_fqn", "")), param.sharded_param) for param in params if has_unreduced(param)]
 
 
 def gathered_copies(groups: list[Any]) -> set[int]:
-    """Return the ids of the tensors that a forward computes with in the place of parameters.
+    """Return the ids of the tensors that a forward uses in place of the parameters.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
-    Without it: ``backward(inputs=…)`` of divided parameters gives no gradients, in silence.
+    Without it: ``backward(inputs=…)`` of divided parameters silently gives no gradients.
     """
     return {id(getattr(param, "_unsharded_param", None)) for group in groups for param in group.fsdp_params}
 
@@ -193,16 +193,16 @@ def gathered(groups: list[Any]) -> list[Any]:
     """Return the groups whose parameters are gathered.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.is_unsharded``.
-    Without it: as for `unreduced_parameters`, but now and then.
+    Without it: as for `unreduced_parameters`, but only sometimes.
     """
     return [group for group in groups if getattr(group, "is_unsharded", False)]
 
 
 def hook_fsdp_backward(module: nn.Module, tensors: list[torch.Tensor]) -> None:
-    """Let FSDP see a backward of a module that comes through these tensors.
+    """Let FSDP act in a backward of a module that passes through these tensors.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_backward``.
-    Without it: a loss out of an object that forward() returns trains nothing.
+    Without it: a loss from an object that forward() returns trains nothing.
     """
     before = getattr(_state_of(module), "_pre_backward", None)
     for tensor in tensors if before is not None else ():
@@ -210,11 +210,11 @@ def hook_fsdp_backward(module: nn.Module, tensors: list[torch.Tensor]) -> None:
 
 
 def changed_parameters(module: nn.Module) -> list[str]:
-    """Return the names of a module's gathered parameters that have other numbers than this rank's shard of them.
+    """Return the names of gathered parameters whose numbers differ from this rank's shard.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``,
     ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["padded_sharded_param_size"]``.
-    Without it: what a forward changes in a weight is thrown away in silence.
+    Without it: changes of a weight in a forward are silently lost.
     """
     state, found = _state_of(module), []
     for group in gathered([] if state is None else _groups(state)):
@@ -242,7 +242,7 @@ def _states(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return the groups of parameters of a state: one until torch 2.12, several since.
+    """Return the parameter groups of a state: one until torch 2.12, several since.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup``.
     """
@@ -255,49 +255,49 @@ def _groups(state: Any) -> list[Any]:
 
 
 def reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Return the method by which a module draws its numbers, ``None`` where it has none.
+    """Return the method that initialises a module's parameters, or ``None``.
 
-    Relies on ``torch.nn:MultiheadAttention._reset_parameters``, as torch's attention calls what others show.
-    Without it: a model without numbers must not hold torch's attention.
+    Relies on ``torch.nn:MultiheadAttention._reset_parameters``, which other modules have as a public name.
+    Without it: `init_empty` does not work with torch's attention.
     """
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Return whether a buffer of a module is in its state dict.
+    """Return whether a module's buffer is in its state dict.
 
     Relies on ``torch.nn:Module()._non_persistent_buffers_set``.
-    Without it: all of them are.
+    Without it: the answer is always yes.
     """
     return buffer not in getattr(module, "_non_persistent_buffers_set", ())
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor of which another is a view; ``None`` for one that is no view.
+    """Return the tensor of which a tensor is a view, or ``None``.
 
     Relies on ``torch:Tensor._base``.
-    Without it: a unit's output that is changed in place may lose gradients.
+    Without it: changing a unit's output in place may lose gradients.
     """
     return getattr(tensor, "_base", None)
 
 
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
-    """Return whether a function was registered for when a parameter gets its gradient.
+    """Return whether a parameter has hooks for its gradient.
 
     Relies on ``torch:Tensor._backward_hooks``, ``torch:Tensor._post_accumulate_grad_hooks``.
-    Without it: hooks from before a model was divided are lost in silence.
+    Without it: hooks from before a model was divided are silently lost.
     """
     return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def products() -> set[Any]:
-    """Return the operators that multiply matrices, of which attention is one.
+    """Return the operators that multiply matrices, with those of attention.
 
     Relies on ``torch:ops.aten._scaled_dot_product_flash_attention``,
     ``torch:ops.aten._scaled_dot_product_flash_attention_for_cpu``,
     ``torch:ops.aten._scaled_dot_product_efficient_attention``.
-    Without it: attention is computed again under ``checkpointing="selective"``.
+    Without it: attention is recomputed under ``checkpointing="selective"``.
     """
     aten: Any = torch.ops.aten
     attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention")
@@ -306,10 +306,10 @@ def products() -> set[Any]:
 
 
 def shard_in_pieces(dimension: int, count: int) -> Any:
-    """Return the placement of a tensor of `count` equal pieces, each of which is divided over the ranks by itself.
+    """Return the placement of a tensor of `count` equal pieces, each divided over the ranks by itself.
 
     Relies on ``torch.distributed.tensor.placement_types:_StridedShard``.
-    Without it: layers of queries, keys and values in one weight cannot be cut.
+    Without it: tensor parallelism cannot divide queries, keys and values in one weight.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -317,10 +317,10 @@ def shard_in_pieces(dimension: int, count: int) -> Any:
 
 
 def part_from_storage(tensor: torch.Tensor) -> None:
-    """Give a ``DTensor`` numbers of its own, which another tensor shares.
+    """Copy the local numbers of a ``DTensor``, so that it shares them with no other tensor.
 
     Relies on ``torch.distributed.tensor:getattr(DTensor, "__annotations__")["_local_tensor"]``.
-    Without it: what was kept of ``parameter.data`` changes where that is set.
+    Without it: a kept ``parameter.data`` changes when another is set.
     """
     if hasattr(tensor, "_local_tensor"):
         tensor._local_tensor = tensor._local_tensor.clone()
@@ -336,31 +336,31 @@ def is_in_pieces(placement: Any) -> bool:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own table of parameters, to read and to change.
+    """Return the parameter dict of a module itself, to read and to change.
 
     Relies on ``torch.nn:Module()._parameters``.
-    Without it: layers cannot be cut.
+    Without it: tensor parallelism cannot divide layers.
     """
     return module._parameters
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has the memory of another one, which it was made of.
+    """Return whether a tensor is a view of another one.
 
     Relies on ``torch:Tensor._base``.
-    Without it: a change of some rows of a divided weight is lost.
+    Without it: changes of some rows of a divided weight are lost.
     """
     return getattr(tensor, "_base", None) is not None
 
 
 def handle_draws(draw: Callable[..., torch.Tensor]) -> Callable[[], None]:
-    """Let functions that draw numbers like a ``DTensor``, as ``torch.randn_like``, call another; return what ends that.
+    """Replace random operators like ``torch.randn_like`` for ``DTensor``, and return a function that undoes this.
 
     Relies on ``torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers``.
-    Without it: each rank of the CPU draws the same numbers for its part.
+    Without it: all ranks on CPUs draw the same numbers for their parts.
 
     Args:
-        draw: gets the function for plain tensors, its arguments, of which the ``DTensor`` is the first, and options.
+        draw: takes the function for plain tensors, its arguments (the ``DTensor`` first) and options.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,4 +1,4 @@
-"""Names that a tensor subclass without numbers needs of torch.
+"""Private names of torch for a tensor subclass without numbers.
 
 Every function says which names it relies on, and what happens without them; all were seen in version 2.13.
 """
@@ -12,7 +12,7 @@ _Sub = TypeVar("_Sub", bound=torch.Tensor)
 
 
 def wrapper_tensor(kind: type[_Sub], like: torch.Tensor, device: torch.device) -> _Sub:
-    """Make a tensor of a subclass with another's size and type, said to be on a device, and without memory.
+    """Make a tensor of a subclass with the size and type of another, a device, and no memory.
 
     Relies on ``torch:Tensor()._make_wrapper_subclass``.
     Without it: strategy="pipeline" cannot be used.
@@ -25,7 +25,7 @@ def wrapper_tensor(kind: type[_Sub], like: torch.Tensor, device: torch.device) -
 
 @cache
 def effects_of(operator: Any) -> tuple[frozenset[int | str], bool, bool]:
-    """Return which arguments an operator writes to, whether it returns those, and whether it returns views of some.
+    """Return the arguments that an operator writes to, whether it returns these, and whether it returns views.
 
     Relies on ``torch:ops.aten.add.Tensor._schema``.
     Without it: strategy="pipeline" cannot be used.

@@ -1,4 +1,4 @@
-"""Nestings of tensors, some of them by torch's pytree, which is private by its name.
+"""Private names of torch's pytree, and functions for nestings of tensors.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
@@ -21,7 +21,7 @@ with suppress(ImportError):
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, NoneType, torch.Size, torch.dtype, torch.device})
 _CLOSED = (torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
-_DEPTH = 4  # objects within objects
+_DEPTH = 4  # most levels of objects within objects
 
 
 def map_tensors(
@@ -31,20 +31,20 @@ def map_tensors(
     also: Callable[[Any], bool] | None = None,
     objects: Literal["copied", "changed", "left"] = "copied",
 ) -> Any:
-    """Return a nesting with its tensors changed; what has none that changed is returned itself.
+    """Return a nesting with changed tensors; parts without a changed tensor are returned as they are.
 
-    Lists, tuples, dicts, classes that torch's pytree knows, other mappings, dataclasses and objects with attributes are
-    gone into; modules and optimizers are not.
+    Goes into lists, tuples, dicts, classes that torch's pytree knows, other mappings, dataclasses and objects with
+    attributes, but not into modules and optimizers.
 
     Relies on ``torch.utils._pytree:tree_flatten``, ``torch.utils._pytree:tree_unflatten``.
-    Without it: registered classes are objects as others are.
+    Without it: registered classes are treated like other objects.
 
     Args:
-        change: gets each tensor once.
+        change: called once with each tensor.
         value: a tensor, or a nesting of them.
-        also: tells which other objects `change` gets.
-        objects: whether objects with other tensors are copies, or are changed in place where they are not frozen; or
-            whether objects are left alone, but for dataclasses and mappings, which are changed in place.
+        also: tells which other objects are passed to `change`.
+        objects: ``"copied"``: objects with changed tensors are copied. ``"changed"``: they are changed in place, unless
+            they are frozen. ``"left"``: as ``"changed"``, for dataclasses and mappings only.
 
     Example:
         >>> map_tensors(torch.neg, {"a": [torch.ones(1), "b"]})
@@ -65,11 +65,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class _Walk:
-    """Way through a nesting, for `map_tensors`."""
+    """Walk through a nesting, for `map_tensors`."""
 
     def __init__(self, change: Callable[[Any], Any], also: Callable[[Any], bool] | None, objects: str) -> None:
         self._change, self._also, self._objects = change, also, objects
-        self._seen: dict[int, tuple[Any, Any]] = {}  # parts and what became of them; also ends cycles
+        self._seen: dict[int, tuple[Any, Any]] = {}  # parts and their results; also ends cycles
 
     def visit(self, part: Any, depth: int) -> Any:
         kind = type(part)
@@ -97,10 +97,10 @@ class _Walk:
         if isinstance(part, (list, tuple, dict)):
             items = part.values() if isinstance(part, dict) else part
             result = refilled(part, [self.visit(item, depth) for item in items])
-        elif len(leaves) != 1 or leaves[0] is not part:  # pytree knows its class
+        elif len(leaves) != 1 or leaves[0] is not part:  # a class that pytree knows
             new = [self.visit(leaf, depth) for leaf in leaves]
             return part if all(map(is_, new, leaves)) else tree_unflatten(new, structure)
-        elif is_mapping and not hasattr(part, "__dict__"):  # as a mapping proxy, which cannot be copied
+        elif is_mapping and not hasattr(part, "__dict__"):  # a mapping proxy cannot be copied
             pairs = dict(part)
             changed = self.visit(pairs, depth)
             return part if changed is pairs else type(part)(changed)
@@ -122,12 +122,12 @@ class _Walk:
 
 
 def _attributes(part: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an object's own attributes, those in slots too."""
+    """Yield an object's own attributes, also those in slots."""
     yield from [*getattr(part, "__dict__", {}).items()]
     for cls in type(part).__mro__:
         names = cls.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
-            with suppress(AttributeError):  # it is not set, or is a private one
+            with suppress(AttributeError):  # it is not set, or its name is mangled
                 yield name, getattr(part, name)
 
 
@@ -136,7 +136,7 @@ def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """Return the leaves of a nesting, and what `tree_unflatten` needs to rebuild it; `is_leaf` tells of more leaves.
+    """Return the leaves of a nesting, and the structure for `tree_unflatten`; `is_leaf` may add leaves.
 
     Relies on ``torch.utils._pytree:tree_flatten``.
     Without it: as for tree_map.

@@ -15,10 +15,10 @@ from distwrap.versions import KEEPS_COUNTS_OF_MANY
 
 
 def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context after which tensors count as changed in place as often as when this was called.
+    """Return a context that restores the version counters of tensors at its end.
 
     Relies on ``torch.autograd:_unsafe_preserve_version_counter``.
-    Without it: ranks whose steps count as unlike changes are not compared when training pauses or ends.
+    Without it: ranks with different version counters are not compared when training pauses or ends.
     """
     keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
     if keep is None or not tensors:
@@ -32,30 +32,30 @@ def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
 
 
 def leave_gradients_alone(model: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Keep DDP from writing what it has averaged into the gradients; a communication hook does.
+    """Keep DDP from writing averages into the gradients; a communication hook does it.
 
     Relies on ``torch.distributed:Reducer._set_optimizer_in_backward``.
-    Without it: all gradients are there again for a moment at the end of a backward, which costs memory.
+    Without it: all gradients briefly exist again at the end of a backward, which costs memory.
     """
     getattr(model.reducer, "_set_optimizer_in_backward", lambda: None)()
 
 
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let no hook, of an optimizer or of all, see its steps within a ``with``.
+    """Disable all step hooks, of an optimizer and global ones, within a ``with``.
 
     Relies on ``torch.optim.optimizer:_global_optimizer_pre_hooks``,
     ``torch.optim.optimizer:_global_optimizer_post_hooks``,
     ``torch:optim.SGD([zeros(1)])._optimizer_step_pre_hooks``,
     ``torch:optim.SGD([zeros(1)])._optimizer_step_post_hooks``.
-    Without it: hooks see the steps by which an optimizer is tried.
+    Without it: hooks see the trial steps of an optimizer.
     """
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everyones = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     tables = [(vars(optimizer), name) for name in names] + [(vars(torch_optimizer), name) for name in everyones]
     tables = [(table, name) for table, name in tables if name in table]
     kept = [table[name] for table, name in tables]
-    for table, name in tables:  # others in their place: one of the hooks may be why this runs
+    for table, name in tables:  # replaced, and not emptied: one of these hooks may be running
         table[name] = OrderedDict()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, safe to load, in one file or in parts."""
+"""Checkpoints in one file or in parts, written completely or not at all, and safe to load."""
 
 from distwrap.checkpoint.formats import CheckpointIO
 from distwrap.checkpoint.resume import RunState, run_state

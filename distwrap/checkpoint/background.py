@@ -1,4 +1,4 @@
-"""Writing of checkpoints in a thread, one at a time, while training goes on."""
+"""Write checkpoints in a thread, one at a time, while training goes on."""
 
 import atexit
 import os
@@ -13,7 +13,7 @@ from distwrap.group.world import RunPart, World
 
 
 class Writer(RunPart):
-    """Background checkpoint writer; one per run and rank. A state waits until the one before it is written."""
+    """Background checkpoint writer; one per run and rank. A state waits until the previous one is written."""
 
     def __init__(self, world: World) -> None:
         self._staging = Staging()
@@ -22,16 +22,16 @@ class Writer(RunPart):
         self._what = ""
 
     def write(self, state: Any, write: Callable[[Any], None], what: str, *, tells: bool = True) -> None:
-        """Copy a plain state, and write the copy in the background, after what is being written now.
+        """Copy a plain state, and write the copy in the background when the previous one is written.
 
         Args:
             state: plain values.
-            write: writes a copy of them.
-            what: is written, for the error at the program's end.
-            tells: whether this rank raises what fails; of a state that all ranks write, rank 0 alone does.
+            write: writes the copy.
+            what: a description of the checkpoint, for the error at the program's end.
+            tells: whether this rank raises a failure; if all ranks write a state, only rank 0 does.
 
         Raises:
-            Exception: that of the state before, which could not be written.
+            Exception: the previous state could not be written.
         """
         self.wait()
         copy, self._what = self._staging.copied(state), what
@@ -52,7 +52,7 @@ class Writer(RunPart):
         """Wait until nothing is being written.
 
         Raises:
-            Exception: what was being written could not be.
+            Exception: the last state could not be written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -62,20 +62,20 @@ class Writer(RunPart):
             raise error
 
     def close(self) -> None:
-        """Wait without raising an error; one of which nobody has been told makes the program end with it."""
+        """Wait without raising an error; an error that nobody has seen ends the program with exit code 1."""
         if self._thread is not None:
             self._thread.join()
         if self._error is None:
             atexit.unregister(self._end_program)
 
     def _end_program(self) -> None:
-        """Let the program end with an error where the last state could not be written, and nobody has been told."""
+        """End the program with an error if the last state could not be written, and nobody has seen it."""
         try:
             self.wait()
-        except Exception as error:  # noqa: BLE001 - told like any that nobody has caught
+        except Exception as error:  # noqa: BLE001 - printed as any uncaught exception
             told = CheckpointError(f"{self._what} was not written in the background: {type(error).__name__}: {error}.")
             told.__cause__ = error
             sys.excepthook(CheckpointError, told, None)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # an exit handler cannot change the code in another way
+            os._exit(1)  # an exit handler cannot change the exit code otherwise

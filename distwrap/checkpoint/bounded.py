@@ -1,7 +1,7 @@
-"""Functions of torch while a stranger's file is read: none goes through more numbers than the file can hold.
+"""Limit torch's functions while an untrusted file is read to the amount of numbers that the file can hold.
 
-A tensor with a stride of 0 looks large and takes no memory, until a function copies it, or Python makes an object of
-each of its rows.
+A tensor with a stride of 0 looks large and takes no memory, until a function copies it or Python makes an object of
+each row.
 
 Source: https://docs.pytorch.org/docs/stable/notes/extending.html#extending-all-torch-api-with-modes
 """
@@ -20,16 +20,16 @@ _WITHOUT_MEMORY = {
     *("set_", "as_strided", "detach", "requires_grad_", "_conj", "_neg_view", "_make_subclass"),
     *("__get__", "__set__", "numel", "dim", "size", "stride"),
 }
-_COPIES = 4  # of a file's numbers that are honest: on the CPU, on the device, in the other order of bytes, quantized
+_COPIES = 4  # copies of honest numbers: on the CPU, on the device, with swapped bytes, quantized
 _SMALL = 16_000_000  # bytes
-_WIDEST = 16  # bytes of a number, where a call does not say its type
+_WIDEST = 16  # bytes of a number if a call does not say its type
 
 
 class Bounded(TorchFunctionMode):
-    """Context in which functions are refused that would go through more bytes than a file has.
+    """Context that refuses functions which would process more bytes than a file has.
 
     Args:
-        length: bytes of the file.
+        length: the size of the file in bytes.
         path: the file, for the error.
     """
 
@@ -56,15 +56,15 @@ class Bounded(TorchFunctionMode):
 
 
 def _count(argument: Any) -> int:
-    """Return how many numbers a tensor would have that is made of a size, if this is one."""
+    """Return how many numbers a tensor of this size would have; 0 if the argument is not a size."""
     is_size = isinstance(argument, (list, tuple)) and argument and all(isinstance(length, int) for length in argument)
     return prod(argument) if is_size else 0
 
 
 def _held(argument: Any) -> int:
-    """Return how many bytes a function goes through that is given this, if it is a tensor."""
+    """Return how many bytes a function processes for this argument; 0 if it is not a tensor."""
     if not isinstance(argument, torch.Tensor) or argument.is_meta or argument.layout is not torch.strided:
-        return 0  # a sparse one's numbers are looked at where it is made of them
+        return 0  # the numbers of a sparse tensor are counted when it is made
     return argument.numel() * argument.element_size()
 
 

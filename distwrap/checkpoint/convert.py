@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint from one format to another, tensor by tensor: none needs the memory for all of them."""
+"""Convert a checkpoint to another format tensor by tensor, so that they need not all fit into memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SMALL = 2**24  # bytes
 
 
 class Stored:
-    """State of a checkpoint whose numbers are still on the disk.
+    """State of a checkpoint whose numbers are still on disk.
 
     Attributes:
-        state: what was saved; its tensors are memory-mapped, or have no numbers at all.
+        state: the saved state; its tensors are memory-mapped, or have no numbers.
     """
 
     def __init__(self, path: Path) -> None:
         path = files.found(path)
         if not path.exists():
             raise CheckpointError(f"{path} is not there.")
-        self._fetch: dict[int, Callable[[], torch.Tensor]] = {}  # of each tensor that is not mapped, by its id
+        self._fetch: dict[int, Callable[[], torch.Tensor]] = {}  # for tensors that are not mapped, by their ids
         if path.is_dir() and (path / TABLE).exists():
             self.state, self._fetch = _open_parts(path)
             return
@@ -44,7 +44,7 @@ class Stored:
         self.state = io.mapped(path)
 
     def write(self, path: Path, io: Any) -> None:
-        """Write the state, as it is by now, to a file or folder, whole or not at all.
+        """Write the current state to a file or folder, completely or not at all.
 
         Args:
             path: the file or folder.
@@ -78,7 +78,7 @@ class Stored:
 
     def _whole(self, leaf: torch.Tensor) -> torch.Tensor:
         fetch = self._fetch.get(id(leaf))
-        if fetch is None and leaf.nbytes > max(leaf.untyped_storage().nbytes(), _SMALL):  # by a stride of 0
+        if fetch is None and leaf.nbytes > max(leaf.untyped_storage().nbytes(), _SMALL):  # it has a stride of 0
             raise CheckpointError(
                 f"the checkpoint holds fewer numbers of a tensor of shape {tuple(leaf.shape)} than it needs."
             )
@@ -86,7 +86,7 @@ class Stored:
 
 
 def _open_parts(path: Path) -> tuple[Any, dict[int, Callable[[], torch.Tensor]]]:
-    """Return the state in a folder of ours or of torch's alone, and how to get the numbers of its tensors."""
+    """Return the state in a sharded checkpoint of distwrap's or torch's, and functions that read its tensors."""
     from distwrap.checkpoint.safe_reader import SafeReader  # imports torch's distributed checkpoint
     from distwrap.checkpoint.sharded import separated
 
@@ -106,7 +106,7 @@ def _open_parts(path: Path) -> tuple[Any, dict[int, Callable[[], torch.Tensor]]]
 
 
 def _put_together(values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> Any:
-    """Return the nesting of which torch has flattened the names: numbers in a path are places in a list."""
+    """Return the nesting that torch has flattened into names; numbers in a path are indices of a list."""
     root: dict[Any, Any] = {}
     for name, value in values.items():
         part = root
@@ -125,6 +125,6 @@ def _with_lists(part: Any) -> Any:
     if inside and sorted(inside, key=str) == sorted(range(len(inside)), key=str):
         return [inside[index] for index in range(len(inside))]
     of_optimizer = inside.get("state"), inside.get("param_groups")
-    if isinstance(of_optimizer[0], dict) and isinstance(of_optimizer[1], list):  # torch makes texts of its numbers
+    if isinstance(of_optimizer[0], dict) and isinstance(of_optimizer[1], list):  # torch turns its numbers into strings
         inside["state"] = {int(key) if str(key).isdigit() else key: value for key, value in of_optimizer[0].items()}
     return inside

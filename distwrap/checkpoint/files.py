@@ -1,4 +1,4 @@
-"""Files and folders that take their place in one step, after they are safely on disk."""
+"""Write files and folders that take their name in one step, when they are safely on disk."""
 
 import os
 import secrets
@@ -13,16 +13,15 @@ from pathlib import Path
 from distwrap.environments.identity import pid_exists
 from distwrap.errors import CheckpointError
 
-SKELETON = "skeleton.pt"  # of a sharded checkpoint, all but the tensors' numbers
+SKELETON = "skeleton.pt"  # in a sharded checkpoint: all but the tensors' numbers
 _SWEEP_SECONDS = 60.0
 
 
 def place_of(path: Path, *, folder: bool = False) -> Path:
-    """Return where a file or folder of this name is to be written: where its symbolic links lead.
+    """Return where a file or folder of this name must be written, following its symbolic links.
 
     Raises:
-        CheckpointError: a device, FIFO or socket has the name, and would be replaced; or a file where a folder is to
-            be, or a folder where a file is.
+        CheckpointError: the name belongs to a device, FIFO or socket; or to a file instead of a folder, or vice versa.
     """
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode
@@ -40,14 +39,14 @@ def place_of(path: Path, *, folder: bool = False) -> Path:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None], before: Callable[[], None] = lambda: None) -> None:
-    """Write a file beside `path`, bring it to the disk, and give it that name.
+    """Write a file beside `path`, sync it to disk, and rename it to `path`.
 
-    Whatever happens on the way, the path holds what it held before, or all of the new.
+    Whatever happens, the path holds either its old content or all of the new.
 
     Args:
         path: the file.
-        write: gets the name of an empty file to write.
-        before: called when the new file is complete, before it takes the name.
+        write: takes the name of an empty file, and writes to it.
+        before: called when the new file is complete, before it is renamed.
     """
     _sweep(path.parent)
     temporary = temporary_name(path)
@@ -66,12 +65,12 @@ def write_atomically(path: Path, write: Callable[[Path], None], before: Callable
 
 
 def write_folder(path: Path, write: Callable[[Path], None], check: Callable[[], None]) -> None:
-    """Write a folder beside `path`, bring it to the disk, and give it that name; as `write_atomically`.
+    """Write a folder beside `path`, sync it to disk, and rename it to `path`, as `write_atomically` does.
 
     Args:
         path: the folder.
-        write: gets the name of an empty folder.
-        check: raises an error where what has the name now must not be replaced.
+        write: takes the name of an empty folder, and writes into it.
+        check: raises an error if the folder that has the name now must not be replaced.
     """
     check()
     temporary = new_folder(path)
@@ -84,7 +83,7 @@ def write_folder(path: Path, write: Callable[[Path], None], check: Callable[[], 
 
 
 def new_folder(path: Path) -> Path:
-    """Make a folder beside `path`, in which nobody else writes, and return it."""
+    """Make a folder beside `path` for this process alone, and return it."""
     _sweep(path.parent)
     temporary = temporary_name(path)
     temporary.mkdir()
@@ -92,12 +91,12 @@ def new_folder(path: Path) -> Path:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a name beside `path` that nobody has; what has such a name goes when its process is gone."""
+    """Return an unused name beside `path`; files with such names are removed when their process is gone."""
     return path.parent / f".{path.name}{_owner(os.getpid())}{secrets.token_hex(4)}.tmp"
 
 
 def put_folder(temporary: Path, path: Path) -> None:
-    """Give a complete folder its name; a folder that had the name stays as `_previous` until then."""
+    """Rename a complete folder to `path`; an older folder is kept as `_previous` until then."""
     for file in temporary.rglob("*"):
         _sync(file)
     _sync(temporary)
@@ -111,12 +110,12 @@ def put_folder(temporary: Path, path: Path) -> None:
 
 
 def _previous(path: Path) -> Path:
-    """Return where a folder is for the moment in which its successor takes its name."""
+    """Return the name of a folder while its successor takes its place."""
     return path.parent / f".{path.name}.previous"
 
 
 def found(path: Path) -> Path:
-    """Return where what was last written to a path lies: its folder may have been about to take its name."""
+    """Return the path of the last complete checkpoint of a name: its folder may be about to be replaced."""
     previous = _previous(Path(os.path.realpath(path)))
     return previous if not path.exists() and previous.exists() else path
 
@@ -130,10 +129,10 @@ def point(link: Path, target: Path) -> None:
 
 
 def refuse_target(source: Path, target: Path, *, force: bool) -> None:
-    """Refuse to write over what is read, or, unless it is forced, over what is there.
+    """Refuse to write to the file that is read, or, without `force`, to any existing file.
 
     Raises:
-        CheckpointError: it would.
+        CheckpointError: the target is one of these.
     """
     if target.exists() and source.exists() and target.samefile(source):
         raise CheckpointError(
@@ -148,7 +147,7 @@ def _owner(pid: object) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove files and folders that processes of this node had begun to write when they were killed."""
+    """Remove temporary files and folders of killed processes of this node."""
     for left in folder.glob(f".*{_owner('*')}*.tmp"):
         pid = left.name.split(".")[-3]
         with suppress(OSError):

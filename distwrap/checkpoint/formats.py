@@ -1,6 +1,6 @@
-"""Formats of checkpoints: one protocol, one class a format.
+"""Formats of checkpoints: a protocol, and one class for each format.
 
-Formats of the user's own are objects with the same methods, given to ``save(io=...)`` and ``load(io=...)``.
+Users may pass objects of their own with the same methods to ``save(io=...)`` and ``load(io=...)``.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from distwrap.errors import CheckpointError
 
 @runtime_checkable
 class Streamed(Protocol):
-    """Format of one file into which tensors can come one at a time, and out of which parts of them can be read."""
+    """Format of one file that is written tensor by tensor, and read in parts."""
 
     def stream(self, state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
-        """Write a plain state, in which `Later` stands for the tensors that come, in their order."""
+        """Write a plain state; `wholes` yields the tensors for each `Later` in it, in order."""
 
     def mapped(self, path: Path) -> Any:
-        """Return what was saved, its numbers memory-mapped."""
+        """Return the saved state with memory-mapped numbers."""
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class CheckpointIO(Protocol):
 
 
 class FileIO:
-    """Format of one file of torch's own, which torch's safe loader reads."""
+    """Format of ``torch.save``, one file, which torch's safe loader reads."""
 
     collective = False
 
@@ -55,7 +55,7 @@ class FileIO:
         torch.save(state, path)
 
     def stream(self, state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
-        """Write with room for tensors that come one at a time; they are `Later` in the state."""
+        """Write a file with space for tensors that come one at a time, and are `Later` in the state."""
         write_torch(state, path, wholes)
 
     def load(self, path: Path, map_location: Any) -> Any:
@@ -63,12 +63,12 @@ class FileIO:
         return load_file(path, map_location)
 
     def mapped(self, path: Path) -> Any:
-        """Return what is in the file, whose numbers stay there until somebody looks at them."""
+        """Return the saved state, whose numbers are read from the file when they are used."""
         return load_file(path, "cpu", mapped=True)
 
 
 def choose(io: str | CheckpointIO, path: Path) -> CheckpointIO:
-    """Return the format of a name; for ``"auto"`` by the path's suffix, or by what the folder holds."""
+    """Return the format of a name; ``"auto"`` chooses by the path's suffix, or by the content of the folder."""
     if isinstance(io, CheckpointIO):
         return io
     if io == "auto":

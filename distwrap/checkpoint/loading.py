@@ -1,4 +1,4 @@
-"""Reading of checkpoints: everything, or of what a strategy divides the pieces of this rank alone."""
+"""Read checkpoints: everything, or only this rank's pieces of what a strategy divides."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -27,18 +27,18 @@ from distwrap.wording import first_names
 def read(
     path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | CheckpointIO = "auto", mapped: bool = False
 ) -> Any:
-    """Return what is in a checkpoint, for `load_into`; pieces of what is divided alone where it goes to the CPU.
+    """Return the state in a checkpoint, for `load_into`; on the CPU, only this rank's pieces of divided tensors.
 
     Args:
         path: the file or folder.
-        into: the objects for which it is read: of a divided one this rank's pieces come, as ``DTensor``.
+        into: the objects to load; for divided ones, this rank's pieces are returned as ``DTensor``.
         map_location: as for ``torch.load``.
         io: the format.
-        mapped: leave the numbers in the file, where the format allows it.
+        mapped: leave the numbers in the file if the format allows it.
 
     Raises:
-        CheckpointError: it is none.
-        FileNotFoundError: it is not there.
+        CheckpointError: it is not a checkpoint.
+        FileNotFoundError: it does not exist.
     """
     chosen = choose(io, path)
     if chosen.collective:
@@ -66,12 +66,12 @@ def read(
 
 
 def _advice_on(map_location: Any) -> str:
-    """Return what to do about a device that this process does not have; empty where the fault is not that."""
+    """Return advice if this process lacks the device of `map_location`, else an empty text."""
     if not isinstance(map_location, str | torch.device):
         return ""
     try:
         torch.empty(0, device=map_location)
-    except (RuntimeError, AssertionError, ImportError):  # as torch says it, by its build
+    except (RuntimeError, AssertionError, ImportError):  # which one depends on torch's build
         return (
             f"Leave map_location={str(map_location)!r} out: load() reads onto the CPU, and into= onto the devices of "
             f"the models that it is given; distwrap.device() is this rank's."
@@ -80,12 +80,12 @@ def _advice_on(map_location: Any) -> str:
 
 
 def sent(state: Any, into: Any, source: int) -> Any:
-    """Return what one rank has opened on every rank: tensors travel one at a time, and a rank keeps what it needs.
+    """Return one rank's opened state on every rank: tensors are sent one at a time, and each rank keeps its part.
 
     Args:
-        state: on that rank; its numbers may still be in a file.
-        into: the objects for which it is, as for `read`.
-        source: that rank.
+        state: the state on the source rank; its numbers may still be in a file.
+        into: the objects to load, as for `read`.
+        source: the rank that has the state.
     """
     tensors: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -109,16 +109,16 @@ def sent(state: Any, into: Any, source: int) -> Any:
 
 
 def load_into(into: Any, state: Any, where: str = "", *, strict: bool = True) -> None:
-    """Hand each object in a nesting what was saved in its place.
+    """Load the saved state into each object of a nesting.
 
     Args:
         into: the objects.
-        state: what was saved.
-        where: the place of both, for messages.
-        strict: whether a model's names and the objects' must all be there.
+        state: the saved state.
+        where: the position in the nesting, for messages.
+        strict: whether all names of a model, and all objects, must be in the state.
 
     Raises:
-        CheckpointError: nothing was; names the place.
+        CheckpointError: the state of an object is missing; the message names its position.
     """
     strategy, target = bound_strategy(into), into
     if strategy is not None:
@@ -149,7 +149,7 @@ def load_into(into: Any, state: Any, where: str = "", *, strict: bool = True) ->
 
 @contextmanager
 def _other_names_allowed(into: Any, where: str) -> Iterator[None]:
-    """Let a model load a state of other names, whoever loads it, and say which ones they were.
+    """Let a model load a state with missing or unexpected names, and print these names.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html (register_load_state_dict_post_hook)
     """
@@ -172,13 +172,13 @@ def _other_names_allowed(into: Any, where: str) -> Iterator[None]:
 
 
 def any_divided(objects: Any) -> bool:
-    """Return whether a strategy divides one of the objects in a nesting."""
+    """Return whether a strategy divides any object in a nesting."""
     bound = ((bound_strategy(part), part) for part in leaves(objects, object))
     return any(strategy is not None and strategy.is_divided(part) for strategy, part in bound)
 
 
 def _with_pieces(state: Any, into: Any) -> Any:
-    """Return a state with what this rank needs of it, as `Strategy.parts_to_load` says."""
+    """Return a state with what this rank needs of it, as `Strategy.parts_to_load` decides."""
 
     def replaced(part: Any, path: tuple[Any, ...]) -> Any:
         target = _at(into, path)
@@ -190,7 +190,7 @@ def _with_pieces(state: Any, into: Any) -> Any:
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:
-    """Return what some keys lead to in a nesting; ``None`` where they lead out of it."""
+    """Return the value at a path of keys in a nesting; ``None`` if there is none."""
     for key in path:
         is_dict = isinstance(value, Mapping) and key in value
         if not is_dict and not (isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value)):
@@ -200,7 +200,7 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _read_mapped(state: Any, into: Any) -> Any:
-    """Return a state out of one whose numbers are still in its file: pieces, and all of other tensors."""
+    """Return a state in memory from a memory-mapped one: this rank's pieces, and other tensors whole."""
     pieces: list[torch.Tensor] = []
 
     def filled(leaf: Any, path: tuple[Any, ...]) -> Any:
@@ -209,13 +209,13 @@ def _read_mapped(state: Any, into: Any) -> Any:
         pieces.append(_filled(leaf, mapped))
         return Later(leaf.shape, leaf.dtype)
 
-    rest = Staging().copied(rebuilt(_with_pieces(state, into), filled))  # in memory of its own, not the file's
+    rest = Staging().copied(rebuilt(_with_pieces(state, into), filled))  # in memory, and not in the file
     found = iter(pieces)
     return rebuilt(rest, lambda leaf, _: next(found) if isinstance(leaf, Later) else leaf)
 
 
 def _filled(piece: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return a ``DTensor`` with this rank's numbers of the whole."""
+    """Copy this rank's part of the whole tensor into a ``DTensor``, and return it."""
     with torch.no_grad():
         local: torch.Tensor = piece.to_local()  # type: ignore[attr-defined]
         if local.numel():

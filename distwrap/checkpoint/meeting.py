@@ -1,6 +1,6 @@
-"""The meeting of all ranks at a save that needs all of them: where one saves alone, that is an error, not a hang.
+"""Wait for all ranks at a save that needs all of them, so that a save of one rank is an error and not a hang.
 
-Ranks meet on the side channel, before a collective of the save could meet another one of the training step.
+Ranks meet on the side channel, before a collective of the save could pair with one of the training step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from distwrap.group.world import RunPart, World
 from distwrap.supervision import stacks
 from distwrap.wording import named_ranks
 
-ASK_SECONDS = 0.5  # after which a rank that has not come is asked where it is, again and again
-STUCK_SECONDS = 4.0  # in which it has stood in one place, waiting for others
-# Files of functions that wait for other ranks.
+ASK_SECONDS = 0.5  # between two questions to a missing rank about where it is
+STUCK_SECONDS = 4.0  # for which a stuck rank has waited for others in one place
+# Files whose functions only wait for other ranks.
 _WAITS = ("torch/distributed/distributed_c10d.py", "/strategies/alignment.py", "/strategies/fsdp/unison.py")
-_MAY_WAIT = ("torch/distributed/", "autograd/graph.py", "nn/parallel/distributed.py")  # and compute
+_MAY_WAIT = ("torch/distributed/", "autograd/graph.py", "nn/parallel/distributed.py")  # or compute
 
 
 class SaveMeetings(RunPart):
-    """The saves of this rank that need all ranks; made as a model is wrapped, so that each rank tells where it is."""
+    """Saves of this rank that need all ranks. Made when a model is wrapped, so that each rank can be asked."""
 
     def __init__(self, world: World) -> None:
         self._world, self._count = world, 0
@@ -32,10 +32,10 @@ class SaveMeetings(RunPart):
             world.channel.work.serve(f"{self._name}/{world.placement.rank}", self._where)
 
     def meet(self, path: Path) -> None:
-        """Wait until the other ranks come to a save too: rank 0 for all of them, and they for rank 0.
+        """Wait until the other ranks are in a save too: rank 0 waits for all, and the others for rank 0.
 
         Raises:
-            CheckpointError: another rank does not come: it has left, or all that are missing wait for this one.
+            CheckpointError: a rank will not come: it has left, or all missing ranks wait for this one.
             WorkerDiedError: another rank died.
         """
         check_collectives_allowed("save() of what all ranks hold together")
@@ -51,7 +51,7 @@ class SaveMeetings(RunPart):
                 if time.monotonic() - asked_at > ASK_SECONDS:
                     self._check(path, self._missing(range(place.world_size)), seen)
                     asked_at = time.monotonic()
-        except BaseException:  # this save takes place nowhere
+        except BaseException:  # no rank makes this save
             self._count -= 1
             channel.note(self._name, str(self._count))
             raise
@@ -62,7 +62,7 @@ class SaveMeetings(RunPart):
         return [rank for rank in ranks if int(channel.noted(self._name, rank) or 0) < self._count]
 
     def _check(self, path: Path, missing: list[int], seen: dict[int, tuple[float, float, str]]) -> None:
-        """Raise where no missing rank can come any more; `seen` has since when each is where, and the CPU time then."""
+        """Raise if no missing rank can come; `seen` has since when each is where, and its CPU time then."""
         channel, now, stuck, own = self._world.channel, time.monotonic(), 0, self._world.placement.rank
         assert channel is not None
         for rank in missing:
@@ -81,7 +81,7 @@ class SaveMeetings(RunPart):
                 )
 
     def _where(self, request: object, waited: float) -> bytes:
-        """Answer another rank, or as this one leaves whoever asks later; runs in the channel's thread."""
+        """Answer where this rank is, or, when it leaves, that it has left; runs in the channel's thread."""
         if request is None:
             return json.dumps(["has left the function", "", 0.0, True]).encode()
         assert self._world.channel is not None

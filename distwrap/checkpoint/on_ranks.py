@@ -1,4 +1,4 @@
-"""Work of some ranks on a checkpoint, of which all ranks learn whether it was done."""
+"""Run work for a checkpoint on some ranks, and tell all ranks whether it succeeded."""
 
 import json
 import re
@@ -15,18 +15,18 @@ from distwrap.supervision.activity import Activity
 
 
 def do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequence[int] = (0,)) -> None:
-    """Do some work on some ranks, and raise a failure of one of them on every rank.
+    """Run some work on some ranks, and raise the failure of any of them on every rank.
 
-    Where only some ranks are, as in `rank_zero_only`, the others learn of nothing.
+    If only some ranks call, as in `rank_zero_only`, the others do not learn of a failure.
 
     Args:
         work: writes something.
-        what: is written, for the error.
-        name: of the work, alike on every rank. The ranks meet in calls of one line and one name.
-        workers: the ranks that do it.
+        what: a description of it, for the error.
+        name: a name of the work, equal on all ranks. Ranks meet in calls with the same line and name.
+        workers: the ranks that run it.
 
     Raises:
-        CheckpointError: names the rank and the host; or this rank's name has its rank in it.
+        CheckpointError: the work failed, with rank and host; or this rank's name contains its rank.
     """
     done_by_one(lambda: _do_on_ranks(work, what, name, workers))
 
@@ -40,7 +40,7 @@ def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequ
     if rank in workers:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - whatever is raised, all ranks raise
+        except BaseException as error:  # noqa: BLE001 - all ranks raise it
             problem = _in_words(error)
             cause = error
     for worker in workers:
@@ -48,7 +48,7 @@ def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequ
         if not current_world().part(CollectiveGuard).function:
             mine = json.dumps([name, host, problem, follows]).encode() if rank == worker else None
             its_name = ""
-            while its_name != name:  # of what that rank has saved alone, or to a path of its own
+            while its_name != name:  # skips saves of that rank alone, or to another path
                 its_name, its_host, its_problem, follows = _told_by(worker, mine, name, activity.site, its_name)
                 if its_name != name:
                     _refuse_own_name(rank, name, worker, its_name)
@@ -64,11 +64,11 @@ def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequ
 
 
 def first_problem(own: Exception | None, gather: Callable[[str], list[str]]) -> CheckpointError | None:
-    """Return what has failed on some rank, on every rank: what follows from the loss of a rank comes last.
+    """Return the failure of some rank on every rank; secondary failures come last.
 
     Args:
-        own: what has failed on this rank.
-        gather: returns the lines of all ranks.
+        own: the failure of this rank, or ``None``.
+        gather: returns the texts of all ranks.
     """
     rank, line = current_world().placement.rank, ""
     if own is not None:
@@ -87,17 +87,17 @@ def _in_words(error: BaseException) -> str:
 
 
 def _told_by(worker: int, mine: bytes | None, name: str, site: str, before: str) -> tuple[str, str, str, bool]:
-    """Return what a rank tells of its work: the name, its host, the problem, and whether that is a secondary failure.
+    """Return a rank's report on its work: name, host, problem, and whether that is a secondary failure.
 
     Args:
-        worker: that rank.
-        mine: what this rank tells, if it is that one.
-        name: of the work on this rank.
-        site: the line.
-        before: another name that the rank told there meanwhile, for the error and the hang report.
+        worker: the rank.
+        mine: this rank's own report, if it is the worker.
+        name: the name of the work on this rank.
+        site: the line of the call.
+        before: another name that the worker reported there before, for the error and the hang report.
 
     Raises:
-        CheckpointError: it has left without coming to this line.
+        CheckpointError: the worker has left without reaching this line.
     """
     waits_for = f"{name} (rank {worker} did {before!r} there)" if before else name
     try:
@@ -111,7 +111,7 @@ def _told_by(worker: int, mine: bytes | None, name: str, site: str, before: str)
 
 
 def _refuse_own_name(rank: int, name: str, worker: int, its_name: str) -> None:
-    """Raise an error where two ranks' names differ in their ranks: each means to write a file of its own."""
+    """Raise an error if two names differ only by the ranks, since each rank means to write its own file."""
     mine, its = (re.split(r"(\d+)", each) for each in (name, its_name))
     differ = [pair for pair in zip(mine, its, strict=False) if pair[0] != pair[1]]
     if len(mine) == len(its) and all(one.isdigit() and (int(one), int(two)) == (rank, worker) for one, two in differ):

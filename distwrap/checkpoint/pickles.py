@@ -1,8 +1,8 @@
-"""What a pickle would do, told without doing it: which names it uses, and how much its calls are given.
+"""Check what a pickle would do without running it: the names it uses, and the size of its calls' arguments.
 
-A function is given one object many times by a few bytes each, and may make a copy each time.
+A few bytes can pass one object to a function many times, and the function may copy it each time.
 
-Source of the opcodes, and of what each takes and leaves: https://docs.python.org/3/library/pickletools.html
+Source of the opcodes and their effects on the stack: https://docs.python.org/3/library/pickletools.html
 """
 
 import pickletools
@@ -21,21 +21,21 @@ _EMPTY = ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET")
 _SIMPLE = {op.name for op in pickletools.opcodes if not op.stack_before and op.stack_after} - {*_GETS, *_EMPTY, "MARK"}
 _MADE_OF_A_LENGTH = re.compile(r"torch(\.storage|\.cuda)? \w*(Storage|Tensor)$")
 _ENOUGH = 1_000_000
-_PER_BYTE = 8  # a part counts at each call that it is handed through: a tensor's in a parameter three times
+_PER_BYTE = 8  # a part counts in each nested call: a tensor's in a parameter three times
 
-_Part = int | str | bytes | bytearray | list[Any]  # of anything without parts 1; of what holds others theirs
+_Part = int | str | bytes | bytearray | list[Any]  # 1 for an object without parts, else its parts
 
 
 def check_pickle(file: Any, path: Path) -> None:
-    """Check that what the calls in a pickle make is no more than it holds.
+    """Check that the calls in a pickle make no more than it holds.
 
     Args:
-        file: bytes to read the pickle from, from where it stands; afterwards it stands behind the pickle.
-        path: the file's, for the error.
+        file: a file at the beginning of the pickle; afterwards it is at the end.
+        path: the path of the file, for the error.
 
     Raises:
-        CheckpointError: functions are given one object again and again, or one makes bytes of any length, or it is no
-            whole pickle.
+        CheckpointError: objects are passed to functions again and again, a function makes bytes of any length, or the
+            pickle is not complete.
     """
     try:
         _walk(file, path)
@@ -100,7 +100,7 @@ def _walk(file: Any, path: Path) -> None:
                         f"cannot load {path}: it copies what it holds again and again, which could fill the memory."
                     )
             if filled is not None:
-                if name != "BUILD":  # of an object's attributes nothing is copied with it, and they may hold it
+                if name != "BUILD":  # attributes are not copied with an object, and may contain it
                     filled.extend(taken)
                 stack.append(filled)
             else:
@@ -108,16 +108,16 @@ def _walk(file: Any, path: Path) -> None:
 
 
 def _is_of_bytes(given: _Part) -> bool:
-    """Return whether a text is encoded as Python writes bytes: each other encoding can make it longer, again and again.
+    """Return whether a text is encoded as Python writes bytes; other encodings may make it longer each time.
 
     Args:
-        given: the tuple of the text and the encoding; two are taken from the stack in the other order.
+        given: the tuple of text and encoding; taken from the stack, two items have the other order.
     """
     return isinstance(given, list) and len(given) == 3 and [1, "latin1"] in (given[:2], given[::2])
 
 
 def _size(parts: Sequence[_Part], limit: int) -> int:
-    """Return how large parts are together, or more than the limit: they may hold themselves."""
+    """Return the total size of parts, or more than the limit, as parts may contain themselves."""
     size, left = 0, list(parts)
     while left and size <= limit:
         part = left.pop()

@@ -1,6 +1,6 @@
-"""Tensors of which each rank has a piece, put together on rank 0 one at a time: no rank ever holds all of a state.
+"""Put tensors that are divided over the ranks together on rank 0, one at a time, so that no rank holds a whole state.
 
-The pieces travel over a gloo group of their own, so that they may do so in the background, beside a training step.
+Pieces are sent over a gloo group of their own, so that this may run in the background during a training step.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.nesting import rebuilt
 
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dimension, and how long it is
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # its begin and its length in each dimension
 _LINE = 1000  # bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Later:
-    """Place of a tensor in a state, whose numbers come later."""
+    """Placeholder in a state for a tensor whose numbers come later."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all its numbers."""
+        """The size of the tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class Piece(Later):
-    """Place of a divided tensor in a state, with what this rank has of it.
+    """Placeholder in a state for a divided tensor, with this rank's piece.
 
     Attributes:
-        local: this rank's numbers, perhaps none.
-        begin: where they begin in each dimension of the whole.
+        local: this rank's numbers, possibly none.
+        begin: their begin in each dimension of the whole tensor.
     """
 
     local: torch.Tensor
@@ -50,9 +50,9 @@ class Piece(Later):
 
 
 class PieceGroup(RunPart):
-    """Process group over which pieces travel; made with the first checkpoint that needs it, by all ranks.
+    """Process group for pieces, made by all ranks with the first checkpoint that needs it.
 
-    It ends with the others, after the `Writer` has used it for the last time.
+    It is closed with the other groups, after the `Writer` has used it for the last time.
     """
 
     def __init__(self, world: World) -> None:
@@ -61,7 +61,7 @@ class PieceGroup(RunPart):
             self.group = world.new_cpu_group()
 
     def gather_text(self, text: str) -> list[str]:
-        """Return a line of every rank, on every rank; a longer one is cut off."""
+        """Return a line of text from every rank, on every rank; longer lines are cut off."""
         if self.group is None:
             return [text]
         mine = torch.frombuffer(bytearray(text.encode()[:_LINE].ljust(_LINE)), dtype=torch.uint8)
@@ -71,13 +71,13 @@ class PieceGroup(RunPart):
 
 
 class Gathering:
-    """Plan by which rank 0 gets whole tensors, in one order on all ranks; every rank makes it, with alike names.
+    """Plan by which rank 0 receives whole tensors in order. Every rank makes it with the same names.
 
     Args:
-        pieces: this rank's.
+        pieces: this rank's pieces.
 
     Raises:
-        CheckpointError: the pieces of all ranks are not the whole of a tensor; on every rank.
+        CheckpointError: the pieces of all ranks do not make a whole tensor; raised on every rank.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -99,16 +99,16 @@ class Gathering:
             self._owners.append(owners)
 
     def run(self, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
-        """Yield the whole of each piece's tensor on the CPU of rank 0; the other ranks send, and yield nothing.
+        """Yield each whole tensor on the CPU of rank 0; the other ranks send, and yield nothing.
 
-        Where a tensor cannot be sent or taken, all others are, so that no rank waits, and no number is left on the way
-        for the next checkpoint to take for its own.
+        If a tensor cannot be sent or received, the others still are, so that no rank waits, and no message is left for
+        the next checkpoint.
 
         Args:
-            pieces: as the plan was made for, or copies of them.
+            pieces: the pieces of the plan, or copies of them.
 
         Raises:
-            Exception: what has failed first on this rank, at the end.
+            Exception: the first failure on this rank, raised at the end.
         """
         failed: list[Exception] = []
         for piece, owners in zip(pieces, self._owners, strict=True):
@@ -164,10 +164,10 @@ class Gathering:
 
 
 def in_pieces(state: Any) -> Any:
-    """Return a state with a `Piece` in the place of each ``DTensor``.
+    """Return a state with a `Piece` instead of each ``DTensor``.
 
     Raises:
-        CheckpointError: one is a sum that the ranks have not added up yet.
+        CheckpointError: a ``DTensor`` is a sum that the ranks have not added up yet.
     """
     from torch.distributed.tensor import DTensor  # takes long to import
 
@@ -187,21 +187,21 @@ def in_pieces(state: Any) -> Any:
 
 
 def box_of(tensor: Any) -> Box:
-    """Return which box of the whole a ``DTensor`` has on this rank."""
+    """Return the box of the whole tensor that a ``DTensor`` has on this rank."""
     for chunk in tensor.__create_chunk_list__():
         return tuple(chunk.offsets), tuple(chunk.sizes)
     return (0,) * tensor.dim(), (0,) * tensor.dim()
 
 
 def part_of(tensor: torch.Tensor, begin: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """Return a box of a tensor, in the same memory."""
+    """Return a box of a tensor, as a view."""
     for dimension, (first, length) in enumerate(zip(begin, size, strict=True)):
         tensor = tensor.narrow(dimension, first, length)
     return tensor
 
 
 def leaves(state: Any, kind: type | tuple[type, ...] = Later) -> list[Any]:
-    """Return the parts of a state that are of a kind, in their order: by default those whose numbers come later."""
+    """Return the parts of a state that are of a type, in order; by default those whose numbers come later."""
     found: list[Any] = []
 
     def note(leaf: Any, _: tuple[Any, ...]) -> Any:

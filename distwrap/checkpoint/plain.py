@@ -1,4 +1,4 @@
-"""Plain states, which the safe loader takes, and copies of them out of training's way.
+"""Convert states into plain values for torch's safe loader, and copy them for writing in the background.
 
 Source of the safe loader: https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
 """
@@ -22,15 +22,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch
 
 
 def plain(value: Any, where: str = "", depth: int = 0) -> Any:
-    """Return a state with state dicts in the place of objects.
+    """Return a state in which objects are replaced by their state dicts.
 
     Args:
         value: any part of the state.
-        where: it is in it.
-        depth: how many others it is in.
+        where: its position in the state.
+        depth: the number of containers around it.
 
     Raises:
-        CheckpointError: names a value that the safe loader would refuse, by its path; or parts are nested too deep.
+        CheckpointError: the safe loader would refuse a value, which the message names; or parts are nested too deep.
     """
     if depth > DEEPEST:
         raise CheckpointError(
@@ -49,7 +49,7 @@ def plain(value: Any, where: str = "", depth: int = 0) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(plain(item, f"{where}[{index}]", below) for index, item in enumerate(value))
     if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
-        return value.detach().resolve_conj().resolve_neg()  # a copy of its memory is not one of its numbers
+        return value.detach().resolve_conj().resolve_neg()  # its memory does not hold its values
     if isinstance(value, _PLAIN) and type(value).__module__.split(".")[0] in ("builtins", "torch"):
         return value
     if isinstance(value, Later):
@@ -71,7 +71,7 @@ def plain(value: Any, where: str = "", depth: int = 0) -> Any:
 
 
 def on_cpu(state: Any) -> Any:
-    """Return a plain state whose tensors are on the CPU: a file is to name no device, which another machine may lack.
+    """Return a plain state whose tensors are on the CPU, since another machine may lack the device in a file.
 
     A `Piece` stays as it is.
     """
@@ -79,12 +79,12 @@ def on_cpu(state: Any) -> Any:
 
 
 class Staging:
-    """Memory to which states are copied before they are written in the background; used again for the next one.
+    """Memory for copies of states that are written in the background; reused for the next state.
 
-    Tensors that share their memory share the copy too, as in the file.
+    Tensors that share memory share it in the copy too, as in the file.
 
     Args:
-        of_cpu_too: whether tensors that are on the CPU already are copied.
+        of_cpu_too: whether tensors on the CPU are copied too.
     """
 
     def __init__(self, *, of_cpu_too: bool = True) -> None:
@@ -92,7 +92,7 @@ class Staging:
         self._storages: list[torch.UntypedStorage] = []
 
     def copied(self, state: Any) -> Any:
-        """Return a copy of a plain state on the CPU. The copy before is overwritten."""
+        """Return a copy of a plain state on the CPU, which overwrites the previous copy."""
         free, copies = self._storages, {}
         self._storages = []
 
@@ -117,7 +117,7 @@ class Staging:
         size = storage.nbytes()
         found = next((index for index, one in enumerate(free) if one.nbytes() == size), None)
         copy = torch.UntypedStorage(size) if found is None else free.pop(found)  # type: ignore[no-untyped-call]
-        # Through tensors of bytes, which are copied by several threads.
+        # Several threads copy tensors of bytes.
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(copy).copy_(source)
         self._storages.append(copy)

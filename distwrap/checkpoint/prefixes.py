@@ -1,4 +1,4 @@
-"""Prefixes of wrappers, taken from the keys of every state dict in a checkpoint's file; the rest stays as it is."""
+"""Strip the prefixes of wrappers from the keys of every state dict in a checkpoint file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,20 +18,20 @@ from distwrap.wording import first_line
 
 
 def read_file(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | None]:
-    """Return the state in a file, and the words beside it; tensors are memory-mapped, where the format allows it.
+    """Return the state and the metadata of a file; tensors are memory-mapped if the format allows it.
 
     Raises:
-        CheckpointError: it is no checkpoint, or only an unsafe load would take it.
-        FileNotFoundError: it is not there.
+        CheckpointError: it is not a checkpoint, or needs an unsafe load.
+        FileNotFoundError: it does not exist.
     """
     try:
         if path.suffix == SUFFIX:
-            unsafe = True  # the format has no code, so that the hint would be none
+            unsafe = True  # the format has no code, so the hint would not help
             check_regular(path)
             with safetensors().safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
         if unsafe:
-            can_map = is_zipfile(path)  # as torch's files are, but for those from before 1.6
+            can_map = is_zipfile(path)  # as torch's files are since 1.6
             return torch.load(path, map_location="cpu", mmap=can_map, weights_only=False), None
         return load_file(path, "cpu", mapped=True), None
     except (FileNotFoundError, CheckpointError):
@@ -42,7 +42,7 @@ def read_file(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] 
 
 
 def write_file(state: Any, metadata: dict[str, str] | None, path: Path) -> None:
-    """Write a file whole, or not at all."""
+    """Write a file completely, or not at all."""
     io = SafetensorsIO(metadata) if path.suffix == SUFFIX else FileIO()
     files.write_atomically(files.place_of(path), lambda temporary: io.save(state, temporary))
 
@@ -50,11 +50,11 @@ def write_file(state: Any, metadata: dict[str, str] | None, path: Path) -> None:
 def strip_prefixes(
     state: Any, wanted: dict[str, Any] | None = None
 ) -> tuple[Any, list[tuple[str, str, Any]], list[dict[str, Any]]]:
-    """Strip every state dict in a nesting.
+    """Strip the prefixes from every state dict in a nesting.
 
     Args:
-        state: a state dict, or dicts and lists with some in them.
-        wanted: the model's own state dict, whose spelling is then the right one.
+        state: a state dict, or dicts and lists that contain some.
+        wanted: the model's own state dict, whose names are the right ones.
 
     Returns:
         The nesting with stripped state dicts; the renames, as old name, new name and tensor; and the state dicts.
@@ -73,7 +73,7 @@ def strip_prefixes(
 
 
 def replace_state_dicts(value: Any, replace: Callable[[dict[str, Any], str], Any]) -> Any:
-    """Return a nesting in which each state dict is replaced by what a function makes of it and its place."""
+    """Replace each state dict in a nesting by the result of a function of it and its position."""
 
     def replaced(part: Any, path: tuple[Any, ...]) -> Any:
         return replace(part, "".join(f"{key}/" for key in path)) if _is_state_dict(part) else part
@@ -82,7 +82,7 @@ def replace_state_dicts(value: Any, replace: Callable[[dict[str, Any], str], Any
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Return whether this is a model's state dict: names, and tensors under most of them."""
+    """Return whether a value is a state dict of a model: names with some tensors, and no containers."""
     if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
         return False
     tensors = sum(isinstance(item, torch.Tensor) for item in value.values())

@@ -1,6 +1,6 @@
-"""Resuming where the last run stopped: the newest checkpoint that any node has, and the state of the run in it.
+"""Resume from the newest checkpoint on any node, and restore the state of the run.
 
-That state is what a run has beside the loop's objects: random numbers, the scale of fp16, the state of exchanges.
+This state is what a run has beside the loop's objects: random numbers, the scale of fp16, exchanges' states.
 """
 
 import os
@@ -91,7 +91,7 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any | None:
 
 
 class RunState:
-    """State of the current run, for `save` and `load` as any object with a ``state_dict``.
+    """State of the current run, which `save` and `load` handle like any object with a ``state_dict``.
 
     Its ``state_dict`` is a collective, so `save` must be called by every rank.
     """
@@ -99,7 +99,7 @@ class RunState:
     on_all_ranks = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random numbers of every rank, the seed, the gradient scaler's state, and the exchanges'."""
+        """Return the random numbers of all ranks, the seed, and the states of the gradient scaler and exchanges."""
         world = current_world()
         scaling = world.part(LossScaling)
         scaling.update()
@@ -109,10 +109,10 @@ class RunState:
         return {"random": gather_object(_random()), "seed": world.options.seed, "scaler": scale, "comm": comm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state, with this rank's random numbers; a rank that was not there then takes those of rank 0.
+        """Restore the state, with this rank's random numbers; a rank that is new takes those of rank 0.
 
         Raises:
-            CheckpointError: it is no run's state, or was saved in another precision.
+            CheckpointError: it is not the state of a run, or was saved in another precision.
         """
         try:
             self._go_on_from(state)
@@ -156,7 +156,7 @@ def run_state() -> RunState:
 
 
 def _opened(path: Path, others: list[int]) -> Any:
-    """Return what is in a file that other ranks do not have, its numbers memory-mapped where the format allows it."""
+    """Return the state of a file that other ranks lack; its numbers are memory-mapped if the format allows it."""
     chosen = choose(format_of("auto"), path)
     if chosen.collective:
         raise CheckpointError(
@@ -168,19 +168,19 @@ def _opened(path: Path, others: list[int]) -> Any:
 
 
 def _newest(path: Path) -> Path:
-    """Return what there is of a path: of a link to the latest of a series that was removed, the highest of the rest."""
+    """Return the checkpoint of a path; if the latest of a series was removed, that with the highest number."""
     if path.is_symlink() and not path.exists():
         path = next(iter(retention.series_of(path)), path)
     return files.found(path)
 
 
 def _written(path: Path) -> tuple[int, int] | None:
-    """Return when a file was written, in seconds, and its length in bytes; ``None`` where there is none."""
+    """Return a file's time of modification in seconds, and its size in bytes; ``None`` if it does not exist."""
     try:
         stat = os.stat(path)
     except FileNotFoundError:
         return None
-    except OSError as error:  # no right to the folder, or a link that leads to itself
+    except OSError as error:  # no permission, or a link to itself
         raise CheckpointError(f"rank {current_world().placement.rank} cannot read {path}: {error}") from error
     return int(stat.st_mtime), stat.st_size
 
@@ -201,7 +201,7 @@ def _random() -> dict[str, Any]:
 
 
 def _devices() -> list[tuple[str, torch.device]]:
-    """Return the devices on which this process computes, each with its name in a state: its own by its type."""
+    """Return the devices of this process with their names in a state; its own device is named by its type."""
     own, strategy = current_world().device, current_world().strategy
     count = 1 if strategy.launches == "device" or own.type == "cpu" else visible_devices().count
     others = [torch.device(own.type, index) for index in range(count) if index != own.index]
@@ -213,7 +213,7 @@ def _restore(found: dict[str, Any]) -> None:
     numpy = None
     if "numpy" in found and "numpy" in sys.modules:
         name, keys, *rest = found["numpy"]
-        if not 0 <= rest[0] <= len(keys):  # numpy reads there without a look
+        if not 0 <= rest[0] <= len(keys):  # numpy reads at this index without a check
             raise ValueError(f"numpy's random state cannot stand at place {rest[0]}")
         numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
     python = (version, tuple(words.tolist()), gauss)

@@ -1,4 +1,4 @@
-"""Reading of a folder of torch's distributed checkpoint that a stranger may have made."""
+"""Read an untrusted folder of torch's distributed checkpoint."""
 
 import io
 import pickle
@@ -30,22 +30,22 @@ from distwrap.errors import CheckpointError
 
 
 def bytes_in(folder: Path) -> int:
-    """Return how many bytes the files in a folder have."""
+    """Return the total size of the files in a folder, in bytes."""
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def local_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor: of a ``DTensor`` its piece."""
+    """Return this rank's part of a ``DTensor``, or any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class SafeReader(FileSystemReader):
-    """Reader of a folder that a stranger may have made.
+    """Reader of an untrusted folder.
 
-    It runs nothing that is in torch's pickled table of contents, and reads no number that is not in the folder.
+    It runs no code in torch's pickled table of contents, and reads only files in the folder.
 
     Attributes:
-        missing: how many numbers of each tensor have not been read.
+        missing: the count of numbers of each tensor that have not been read.
     """
 
     def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -87,10 +87,10 @@ class SafeReader(FileSystemReader):
         return done
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors in the folder, by their names, without numbers.
+        """Return the tensors in the folder by name, without numbers.
 
         Raises:
-            CheckpointError: they would have more numbers than the folder.
+            CheckpointError: they would be larger than the folder.
         """
         found = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -105,10 +105,10 @@ class SafeReader(FileSystemReader):
         return found
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor that is put together of its pieces.
+        """Return a whole tensor, put together from its pieces.
 
         Raises:
-            CheckpointError: one is missing.
+            CheckpointError: a piece is missing.
         """
         entry = self._contents.state_dict_metadata[name]
         result = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -126,7 +126,7 @@ class SafeReader(FileSystemReader):
         return result
 
     def values(self) -> dict[str, Any]:
-        """Return what is no tensor, by names, where torch itself has written the folder; by torch's safe loader."""
+        """Return the values that are not tensors by name, if torch wrote the folder; with torch's safe loader."""
         found: dict[str, Any] = {}
         for name, entry in self._contents.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
@@ -137,7 +137,7 @@ class SafeReader(FileSystemReader):
         return found
 
     def paths(self) -> dict[str, tuple[Any, ...]]:
-        """Return the keys that lead to each name in the state that torch has written; the name where it has none."""
+        """Return the path of keys of each name in a state that torch wrote, or the name itself."""
         known = self._contents.planner_data
         known = known if isinstance(known, dict) else {}
         return {name: tuple(known.get(name) or (name,)) for name in self._contents.state_dict_metadata}
@@ -153,7 +153,7 @@ class SafeReader(FileSystemReader):
         """Return the path of a file in the folder.
 
         Raises:
-            CheckpointError: the name, or a symbolic link of this name, leads out of it.
+            CheckpointError: the name, or a symbolic link of this name, leads out of the folder.
         """
         path = (self._folder / name).resolve()
         if path.parent != self._folder.resolve():
@@ -166,7 +166,7 @@ class SafeReader(FileSystemReader):
 
 
 class _Contents(unpickler()):  # type: ignore[misc]
-    """Unpickler that knows the classes of a table of contents, and no others."""
+    """Unpickler that allows only the classes of a table of contents."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
@@ -176,7 +176,7 @@ class _Contents(unpickler()):  # type: ignore[misc]
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table of contents")
 
     def load_build(self) -> None:
-        """Fill an object of the table's: of a class, or a function, it would change what the whole process uses."""
+        """Set attributes of the table's dataclasses only; on a class or function it would affect the whole process."""
         if not is_dataclass(changed := self.stack[-2]) or isinstance(changed, type):
             raise pickle.UnpicklingError(f"{changed!r} has no place in a checkpoint's table of contents")
         super().load_build()
@@ -185,7 +185,7 @@ class _Contents(unpickler()):  # type: ignore[misc]
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """Return a member of an enumeration, which the first releases of Python 3.11 pickle as its class's attribute.
+    """Return a member of an enumeration, which early releases of Python 3.11 pickle as an attribute of the class.
 
     Source: https://github.com/python/cpython/issues/103479
     """

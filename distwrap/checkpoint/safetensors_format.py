@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors: a model in one file, or in a folder of files with an index, as Hugging Face keeps it.
+"""The safetensors format: a model in one file, or as in Hugging Face in a folder of files with an index.
 
 Source: https://huggingface.co/docs/safetensors
 """
@@ -29,11 +29,11 @@ class SafetensorsIO:
     ``model.safetensors.index.json``. Needs the ``safetensors`` extra.
 
     Args:
-        metadata: words beside the tensors.
-        max_shard_size: of the tensors in each file of a folder, in bytes or as ``"5GB"`` or ``"5GiB"``.
+        metadata: strings to store beside the tensors.
+        max_shard_size: the size of the tensors in each file of a folder, in bytes or as ``"5GB"`` or ``"5GiB"``.
 
     Raises:
-        OptionError: this is no size.
+        OptionError: `max_shard_size` is not a size.
 
     Source: https://huggingface.co/docs/transformers/main/big_models
     """
@@ -45,7 +45,7 @@ class SafetensorsIO:
         self._max_shard_size = _bytes(max_shard_size)
 
     def save(self, state: Any, path: Path) -> None:
-        """Write with safetensors, which keeps tensors alone: names and numbers go into a file of torch's."""
+        """Write with safetensors, which stores only tensors; other values need a file of torch's."""
         _check_flat(state)
         if path.is_dir():
             write_folder(_apart(state), path, iter(()), self._metadata, self._max_shard_size)
@@ -53,7 +53,7 @@ class SafetensorsIO:
             safetensors().save_file(_apart(state), path, metadata=self._metadata)
 
     def stream(self, state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
-        """Write tensors of which some come one at a time; they are `Later` in the state."""
+        """Write tensors of which some come one at a time, and are `Later` in the state."""
         _check_flat(state)
         here = _apart({name: leaf for name, leaf in state.items() if isinstance(leaf, torch.Tensor)})
         state = {name: here.get(name, leaf) for name, leaf in state.items()}
@@ -63,7 +63,7 @@ class SafetensorsIO:
             write_safetensors(state, path, wholes, self._metadata)
 
     def load(self, path: Path, map_location: Any) -> Any:
-        """Read with safetensors, memory-mapped."""
+        """Read the tensors with safetensors, memory-mapped."""
         device = "cpu" if map_location is None else str(torch.device(map_location))
         state: dict[str, torch.Tensor] = {}
         for file, names in _files(path).items():
@@ -72,7 +72,7 @@ class SafetensorsIO:
         return state
 
     def mapped(self, path: Path) -> dict[str, torch.Tensor]:
-        """Return the tensors, whose numbers stay in the files until somebody looks at them."""
+        """Return the tensors, whose numbers are read from the files when they are used."""
         state: dict[str, torch.Tensor] = {}
         for file, names in _files(path).items():
             with safetensors().safe_open(file, framework="pt") as opened:
@@ -85,20 +85,20 @@ class SafetensorsIO:
 
 
 def is_folder_of(io: object, path: Path) -> bool:
-    """Return whether a format is this one, and writes several files for a path."""
+    """Return whether a format is safetensors, and writes a folder for a path."""
     return isinstance(io, SafetensorsIO) and path.suffix != SUFFIX
 
 
 def is_folder_of_safetensors(path: Path) -> bool:
-    """Return whether a folder holds a model as Hugging Face keeps it, or a path is the index of one."""
+    """Return whether a path is a folder with a safetensors model, or the index of one."""
     return path.name.endswith(f"{SUFFIX}.index.json") or (path / INDEX).exists() or (path / SINGLE).exists()
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to replace a folder in which there is more than a model's files: a tokenizer would be gone with it.
+    """Refuse to replace a folder that holds other files than a model's, such as a tokenizer.
 
     Raises:
-        CheckpointError: names it.
+        CheckpointError: there is such a file, which the message names.
     """
     for file in path.iterdir() if path.is_dir() else ():
         if not re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX), file.name):
@@ -119,10 +119,10 @@ def safetensors() -> Any:
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:
-    """Return the files of a path, and which tensors are wanted of each; ``None`` for all.
+    """Return the files of a path with the names of the tensors to read from each; ``None`` for all.
 
     Raises:
-        CheckpointError: the index is none, or leads out of its folder.
+        CheckpointError: the index is not valid, or leads out of its folder.
     """
     index = path if path.name.endswith(".json") else path / INDEX
     if not path.is_dir() and index != path:
@@ -170,7 +170,7 @@ def _check_flat(state: Any) -> None:
 
 
 def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with memory of their own, without gaps: the format has no two names for one tensor."""
+    """Return contiguous tensors with separate memory, since the format has no shared tensors."""
     apart = {name: value.detach().resolve_conj().resolve_neg().contiguous() for name, value in state.items()}
     owner: dict[int, str] = {}
     for name, value in apart.items():

@@ -1,4 +1,4 @@
-"""Write and read checkpoints: whole or not at all, known to all ranks, and safe to load."""
+"""Save and load checkpoints: the public functions."""
 
 import os
 from pathlib import Path
@@ -152,19 +152,19 @@ def load(
 
 
 def format_of(io: str | CheckpointIO) -> str | CheckpointIO:
-    """Return the strategy's own format where the call leaves the format open."""
+    """Return the format, or that of the strategy if the call leaves it open."""
     strategy = current_world().options.strategy
     return io if io != "auto" or isinstance(strategy, str) else strategy.checkpoint_io()
 
 
 def _needs_all_ranks(state: Any) -> bool:
-    """Return whether the ranks put together the state of an object in a nesting."""
+    """Return whether an object in a nesting has a state that all ranks put together."""
     takes_part = (getattr(type(part), "on_all_ranks", False) is True for part in leaves(state, object))
     return any(takes_part) or any_divided(state)
 
 
 def _with_collective_states(state: Any, io: CheckpointIO) -> Any:
-    """Replace objects whose state all ranks put together by that, or by this rank's pieces; every rank takes part."""
+    """Replace objects by states that all ranks put together, or by this rank's pieces; a collective."""
     in_parts = io.collective or isinstance(io, Streamed)
 
     def replaced(leaf: Any, path: tuple[Any, ...]) -> Any:

@@ -1,7 +1,7 @@
-"""A folder to which every rank writes its part, by torch's distributed checkpoint.
+"""The sharded format: a folder to which every rank writes its part with torch's distributed checkpoint.
 
-Tensors that all ranks hold alike are divided among them, and of a DTensor each rank writes its piece; any number of
-ranks reads them back, whole. The folder must be on a disk that all nodes see.
+Tensors that all ranks hold are divided among them, and of a ``DTensor`` each rank writes its piece. Any number of ranks
+can read whole tensors back. The folder must be on a disk that all nodes see.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -34,7 +34,7 @@ from distwrap.nesting import rebuilt
 
 
 class ShardedIO:
-    """torch's distributed checkpoint of the tensors, by their names; the safe loader reads the rest."""
+    """Format with the tensors in torch's distributed checkpoint by name, and the rest for the safe loader."""
 
     collective = True
 
@@ -42,14 +42,14 @@ class ShardedIO:
         self._group = group
 
     def over(self, group: dist.ProcessGroup | None) -> "ShardedIO":
-        """Return the format with another group over which the ranks agree who writes what."""
+        """Return the format with another group, over which ranks agree who writes what."""
         return ShardedIO(group)
 
     def check_replaceable(self, path: Path) -> None:
-        """Refuse to replace a folder that is no checkpoint of this format.
+        """Refuse to replace a folder that is not a checkpoint of this format.
 
         Raises:
-            CheckpointError: it is none.
+            CheckpointError: it is not one.
         """
         if path.is_dir() and not (path / SKELETON).exists():
             for other in path.iterdir():
@@ -59,23 +59,23 @@ class ShardedIO:
                 )
 
     def save(self, state: Any, path: Path, fetch: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        """Write this rank's part of the tensors; rank 0 also writes what is no tensor.
+        """Write this rank's part of the tensors; rank 0 also writes the other values.
 
         Args:
             state: plain values and tensors.
             path: an empty folder.
-            fetch: returns the numbers of a tensor that has none, one after the other as they are written.
+            fetch: returns the numbers of a tensor without any, called when each is about to be written.
         """
         skeleton, tensors = separated(state, lambda leaf: (leaf if fetch else leaf.detach(), _whole(leaf)))
         self._leave_unlike(tensors)
         with _as_checkpoint_error():
             writer, planner = FileSystemWriter(path, sync_files=False), _Fetching(fetch) if fetch else None
             save_parts(tensors, storage_writer=writer, planner=planner, process_group=self._group)
-        if not dist.is_initialized() or dist.get_rank() == 0:  # alone, so after what is done together
+        if not dist.is_initialized() or dist.get_rank() == 0:  # alone, after the work of all ranks
             torch.save(skeleton, path / SKELETON)
 
     def _leave_unlike(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Leave to rank 0 what is not divided and differs between the ranks, as in a file; others ranks share."""
+        """Leave undivided tensors that differ between ranks to rank 0, as in a file; ranks share others."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         own = {name: value for name, value in tensors.items() if not isinstance(value, DTensor)}
@@ -91,13 +91,13 @@ class ShardedIO:
         return self.load_pieces(path, map_location, lambda state: state)
 
     def load_pieces(self, path: Path, map_location: Any, choose: Callable[[Any], Any]) -> Any:
-        """Read the whole of some tensors, and this rank's pieces of others.
+        """Read some tensors as a whole, and this rank's pieces of others.
 
         Args:
             path: the folder.
-            map_location: as for ``torch.load``, of what is whole.
-            choose: gets the state with tensors that have no numbers, and puts a ``DTensor`` in the place of each tensor
-                of which this rank reads its piece, and ``None`` in the place of one that it does not read.
+            map_location: as for ``torch.load``, for whole tensors.
+            choose: takes the state with tensors that have no numbers, and replaces a tensor by a ``DTensor`` to read
+                this rank's piece, or by ``None`` to leave it out.
         """
         skeleton = _opened(path)
         device = torch.device("cpu" if map_location is None else map_location)
@@ -118,7 +118,7 @@ class ShardedIO:
 
 
 class _Fetching(DefaultSavePlanner):
-    """torch's plan of who writes what, by which a tensor gets its numbers when it is about to be written."""
+    """Save planner of torch's that gets the numbers of a tensor when it is about to be written."""
 
     def __init__(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -126,9 +126,9 @@ class _Fetching(DefaultSavePlanner):
         self._last: torch.Tensor | None = None
 
     def lookup_object(self, index: Any) -> Any:
-        """Return a tensor with its numbers, and free those of the last one, which torch has written and still holds."""
+        """Return a tensor with its numbers, and free the last one, which torch has written and still holds."""
         stored = super().lookup_object(index)
-        if self._last is not None and not visible_devices().count:  # with which torch reads ahead
+        if self._last is not None and not visible_devices().count:  # with devices torch reads ahead
             self._last.untyped_storage().resize_(0)
         tensor = self._fetch(stored)
         self._last = None if tensor is stored else tensor
@@ -136,11 +136,11 @@ class _Fetching(DefaultSavePlanner):
 
 
 def _opened(path: Path) -> Any:
-    """Return all of a folder but the tensors' numbers; where a rank cannot, none goes on to read the numbers.
+    """Return a folder's state without numbers; if one rank cannot, no rank goes on to read the numbers.
 
     Raises:
-        CheckpointError: another rank cannot.
-        Exception: this rank cannot.
+        CheckpointError: another rank cannot read it.
+        Exception: this rank cannot read it.
     """
     try:
         skeleton = load_file(path / SKELETON)
@@ -162,14 +162,14 @@ def _opened(path: Path) -> Any:
 
 
 def check_parts(parts: dict[str, Any], thing: Any, strategy: str) -> dict[str, Any]:
-    """Return what a strategy's `parts` of a thing have returned, if it can be put together; every rank calls it.
+    """Return the result of a strategy's `parts` if it can be put together; a collective.
 
     Raises:
-        CheckpointError: ranks have other tensors, or one that is whole differs; names it, on every rank.
+        CheckpointError: ranks have different names, or a whole tensor differs; raised on every rank.
     """
     tensors = separated(parts, lambda leaf: (leaf, leaf))[1].items()
-    own = left_to_ranks(thing) if isinstance(thing, nn.Module) else set()  # of which any rank's is as good
-    nothing = torch.empty(0)  # to be compared of pieces, beside their names and whole sizes
+    own = left_to_ranks(thing) if isinstance(thing, nn.Module) else set()  # for which any rank's value will do
+    nothing = torch.empty(0)  # pieces are compared only by name and whole size
     held = [
         Held(f"{name} {tuple(value.shape)}", "", nothing if isinstance(value, DTensor) or name in own else value)
         for name, value in tensors
@@ -185,7 +185,7 @@ def check_parts(parts: dict[str, Any], thing: Any, strategy: str) -> dict[str, A
 
 
 def _whole(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like the whole of this one, without numbers."""
+    """Return an empty tensor with the shape of the whole tensor, without numbers."""
     if isinstance(leaf, DTensor):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     return torch.empty_like(leaf, device="meta")
@@ -194,11 +194,11 @@ def _whole(leaf: torch.Tensor) -> torch.Tensor:
 def separated(
     state: Any, divide: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a state with other tensors, and the tensors to write or read, by their names.
+    """Return a state with replaced tensors, and the tensors to write or read, by name.
 
     Args:
         state: plain values and tensors.
-        divide: returns the tensor to write or read, and the one in its place.
+        divide: returns the tensor to write or read, and its replacement.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -206,7 +206,7 @@ def separated(
         if not isinstance(leaf, torch.Tensor):
             return leaf
         name = ""
-        for key in path:  # an empty key before the others leaves no dot, as in files until now
+        for key in path:  # a leading empty key leaves no dot, as in existing files
             name = f"{name}.{key}" if name else str(key)
         while name in tensors:  # {"a.b": x, "a": {"b": y}}
             name += "'"
@@ -218,7 +218,7 @@ def separated(
 
 @contextmanager
 def _as_checkpoint_error() -> Iterator[None]:
-    """Raise torch's failure, which is no ``Exception``, as one, and keep torch from warning in a single process."""
+    """Raise torch's failure, which is no ``Exception``, as CheckpointError, and silence two warnings of torch."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"torch\.distributed is (disabled|unavailable)")
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own use of it, in older versions

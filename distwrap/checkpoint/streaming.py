@@ -1,6 +1,6 @@
-"""Files whose tensors come one at a time: torch's own, and safetensors in one file or in several with an index.
+"""Write files whose tensors come one at a time: torch's own format, and safetensors in one or several files.
 
-A file is written with room for the numbers, which are filled in as they come.
+A file is written with space for the numbers, which are filled in as they come.
 
 Source: https://docs.pytorch.org/docs/stable/notes/serialization.html#torch.serialization.skip_data
 Source: https://huggingface.co/docs/safetensors#format
@@ -43,15 +43,15 @@ _TYPES = {
 
 
 def write_torch(state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
-    """Write a file that ``torch.load`` reads, with tensors that come one at a time.
+    """Write a file for ``torch.load`` with tensors that come one at a time.
 
     Args:
-        state: a plain state, with a `Later` in the place of each tensor to come.
+        state: a plain state, with a `Later` for each tensor to come.
         path: the file.
-        wholes: those tensors, in their order.
+        wholes: these tensors, in order.
 
     Raises:
-        CheckpointError: a tensor beside them is sparse, quantized, of a class of its own, or in a set.
+        CheckpointError: another tensor is sparse, quantized, of a subclass, or in a set.
     """
     with torch.serialization.skip_data():
         torch.save(rebuilt(state, _with_room), path)
@@ -62,7 +62,7 @@ def write_torch(state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
         for leaf, storage in zip(leaves(state, (Later, torch.Tensor)), there, strict=True):
             if storage.nbytes():
                 file.seek(begin + storage.data_ptr() - base)
-            _write(file, next(wholes) if isinstance(leaf, Later) else _all_of(leaf))  # and hold on to none of them
+            _write(file, next(wholes) if isinstance(leaf, Later) else _all_of(leaf))  # keeps no reference
 
 
 def write_safetensors(
@@ -71,14 +71,14 @@ def write_safetensors(
     """Write a ``.safetensors`` file with tensors that come one at a time.
 
     Args:
-        state: names, and tensors or `Later` in their places.
+        state: names with tensors, or `Later` for tensors to come.
         path: the file.
-        wholes: the tensors to come, in their order.
-        metadata: words beside the tensors.
+        wholes: the tensors to come, in order.
+        metadata: strings to store beside the tensors.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name in sorted(state, key=lambda name: -state[name].dtype.itemsize):  # so that numbers begin at a multiple
+    for name in sorted(state, key=lambda name: -state[name].dtype.itemsize):  # aligns each tensor to its type
         leaf = state[name]
         if leaf.dtype not in _TYPES:
             raise CheckpointError(f"a .safetensors file holds no {leaf.dtype}, as {name!r} is; save to a .pt file")
@@ -101,14 +101,14 @@ def write_folder(
     metadata: Mapping[str, str],
     max_shard_size: int,
 ) -> None:
-    """Write a model to ``.safetensors`` files of a size, with an index where there are several, as Hugging Face does.
+    """Write ``.safetensors`` files of a maximal size, with an index if there are several, as Hugging Face does.
 
     Args:
-        state: names, and tensors or `Later` in their places.
-        folder: an empty one.
-        wholes: the tensors to come, in their order.
-        metadata: words beside the tensors.
-        max_shard_size: bytes of the tensors in a file, in which there is at least one.
+        state: names with tensors, or `Later` for tensors to come.
+        folder: an empty folder.
+        wholes: the tensors to come, in order.
+        metadata: strings to store beside the tensors.
+        max_shard_size: the most bytes of tensors in a file; a larger tensor has a file of its own.
 
     Source: https://huggingface.co/docs/transformers/main/big_models
     """
@@ -134,8 +134,8 @@ def write_folder(
 
 
 def _with_room(leaf: Any, path: tuple[Any, ...]) -> Any:
-    """Return a tensor whose memory nobody touches, so that it takes none, in the place of one to come."""
-    if isinstance(leaf, (set, dict)) and leaves(list(leaf), torch.Tensor):  # where none is looked for
+    """Return a tensor with untouched memory, which takes no space, for a tensor to come."""
+    if isinstance(leaf, (set, dict)) and leaves(list(leaf), torch.Tensor):  # tensors are not looked for there
         raise CheckpointError(
             f"a tensor in a set, or as a key of a dict, cannot be in one file with a divided model: put the tensors of "
             f"state{''.join(f'[{key!r}]' for key in path)} into a list"
@@ -153,7 +153,7 @@ def _with_room(leaf: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _all_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of all the memory that a tensor is in, which it may share with others, as in the file."""
+    """Return the bytes of a tensor's whole storage, which it may share with others, as in the file."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

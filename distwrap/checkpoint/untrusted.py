@@ -1,7 +1,7 @@
-"""Reading of torch's files that a stranger may have made: nothing in one is run, or gets more memory than the file has.
+"""Read untrusted files of torch's: no code in them is run, and they get no more memory than their size.
 
-torch's safe loader runs nothing, but it believes lengths: it makes room for whatever a file says, and takes numbers to
-be as many as the pickle says, though their record is shorter.
+torch's safe loader runs no code, but trusts lengths: it allocates whatever a file claims, and takes the count of
+numbers from the pickle even if their record is shorter.
 
 Source of the archive's layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, section 4.3
 """
@@ -28,37 +28,37 @@ from distwrap.errors import CheckpointError
 
 _on_device: Callable[[torch.UntypedStorage, str], Any] = torch.serialization.default_restore_location
 DEEPEST = 250  # levels of a state that is saved or loaded
-_PARTS = 1_000_000  # beside as many as the file has bytes
+_PARTS = 1_000_000  # in addition to one for each byte of the file
 
 
 def load_file(path: Path, map_location: Any = None, *, mapped: bool = False) -> Any:
-    """Return what is in a file of ``torch.save``, by torch's safe loader.
+    """Return the content of a file of ``torch.save``, read by torch's safe loader.
 
     Args:
         path: the file.
         map_location: as for ``torch.load``.
-        mapped: leave the numbers in the file, memory-mapped, where the format allows it.
+        mapped: leave the numbers in the file, memory-mapped, if the format allows it.
 
     Raises:
         CheckpointError: the file claims to hold more than it does, or is compressed.
-        Exception: torch's own, where it is no file of ``torch.save``, or holds what its safe loader refuses.
+        Exception: torch's own, if it is not a file of ``torch.save``, or its safe loader refuses the content.
     """
     check_regular(path)
     with open(path, "rb") as file:
         length = os.fstat(file.fileno()).st_size
-        is_archive = file.read(4) == b"PK\3\4"  # else it is of torch before 1.6, and one pickle with its numbers
+        is_archive = file.read(4) == b"PK\3\4"  # torch before 1.6 wrote pickles followed by numbers
         if not length:
             raise CheckpointError(f"cannot load {path}: it is empty.")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             _check_pickles(content, _records(file, 0, length, path) if is_archive else None, path)
 
-    def read(location: Any) -> Any:  # mapped, where no number can be read from beyond the file's end
+    def read(location: Any) -> Any:  # mapping does not read beyond the file's end
         has_numbers = str(map_location) != "meta"
         invariants = torch.sparse.check_sparse_tensor_invariants(has_numbers)  # type: ignore[no-untyped-call]
         with Bounded(length, path), invariants, _without_advice():
             try:
                 return torch.load(path, map_location=location, mmap=is_archive, weights_only=True)
-            except UnpicklingError as error:  # in whose text, of a page, the name is far below
+            except UnpicklingError as error:  # its text of a page has the name far below
                 name = re.search(r"GLOBAL (\S+)", str(error))
                 if name is None:
                     raise
@@ -76,10 +76,10 @@ def load_file(path: Path, map_location: Any = None, *, mapped: bool = False) -> 
 
 
 def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.Tensor:
-    """Return the tensor that ``torch.save`` has written to a part of a file, on the CPU.
+    """Return the tensor that ``torch.save`` wrote to a part of a file, on the CPU.
 
     Raises:
-        CheckpointError: the part is not in the file, is no tensor, or claims to hold more than it does.
+        CheckpointError: the part is not in the file, is not a tensor, or claims to hold more than it does.
     """
     tensor, lists = _load_part(file, start, length, path)
     if not isinstance(tensor, torch.Tensor) or lists != 1:
@@ -88,19 +88,19 @@ def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.T
 
 
 def load_value(file: IO[bytes], start: int, length: int, path: Path) -> Any:
-    """Return what ``torch.save`` has written to a part of a file, by torch's safe loader; as `load_tensor`."""
+    """Return the value that ``torch.save`` wrote to a part of a file, with the checks of `load_tensor`."""
     value, _ = _load_part(file, start, length, path)
     _check_state(value, length, path)
     return value
 
 
 def _load_part(file: IO[bytes], start: int, length: int, path: Path) -> tuple[Any, int]:
-    """Return what a part of a file holds, and how many lists of numbers it has."""
+    """Return the content of a part of a file, and the number of its records of numbers."""
     records = _records(file, start, length, path)
     file.seek(start)
     part = io.BytesIO(file.read(length))
     for name, (at, size) in records.items():
-        if name.endswith(b"byteorder"):  # numbers in the other order are turned before anything can be checked
+        if name.endswith(b"byteorder"):  # torch would swap bytes before anything can be checked
             part.seek(_begin(part, at))
             if part.read(size) != sys.byteorder.encode():
                 raise CheckpointError(
@@ -116,10 +116,10 @@ def _load_part(file: IO[bytes], start: int, length: int, path: Path) -> tuple[An
 
 
 def begin_of_numbers(path: Path) -> int:
-    """Return where the first numbers begin in a file of ``torch.save``; 0 where it has none.
+    """Return where the first numbers begin in a file of ``torch.save``; 0 if it has none.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the file is damaged.
     """
     with open(path, "rb") as file:
         records = _records(file, 0, os.fstat(file.fileno()).st_size, path)
@@ -127,7 +127,7 @@ def begin_of_numbers(path: Path) -> int:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a FIFO, which would be waited for, a device, which has no end, and a folder.
+    """Refuse a FIFO, on which reading would block, a device, which has no end, and a folder.
 
     Raises:
         CheckpointError: the path is one of these.
@@ -139,11 +139,11 @@ def check_regular(path: Path) -> None:
 
 
 def _check_pickles(content: Any, records: dict[bytes, tuple[int, int]] | None, path: Path) -> None:
-    """Check the pickles of a file, before anything is made of them.
+    """Check the pickles of a file before they are loaded.
 
     Args:
         content: the file, or a part of it.
-        records: where an archive's records begin. None: a file of torch before 1.6, which is five pickles and numbers.
+        records: the positions of an archive's records. None: a file of torch before 1.6, with five pickles and numbers.
         path: the file, for the error.
     """
     if records is None:
@@ -159,19 +159,19 @@ def _check_pickles(content: Any, records: dict[bytes, tuple[int, int]] | None, p
 
 
 def _begin(file: Any, at: int) -> int:
-    """Return where a record's bytes begin, behind its header in an archive."""
+    """Return where the bytes of a record begin, after its header."""
     file.seek(at + 26)
     name, extra = unpack("<HH", file.read(4))
     return at + 30 + int(name + extra)
 
 
 def _records(file: IO[bytes], start: int, length: int, path: Path) -> dict[bytes, tuple[int, int]]:
-    """Return where an archive's records begin, and how long they are; together no longer than the archive.
+    """Return the begin and length of each record in an archive, of which the total must fit into the archive.
 
     It must end as torch's archives do, so that no reader can find another table of contents in it.
 
     Raises:
-        CheckpointError: they are longer, or compressed.
+        CheckpointError: the records are longer, or compressed.
     """
     problem = f"cannot load {path}: it is damaged, or was not written by torch.save(). Its archive"
     size = os.fstat(file.fileno()).st_size
@@ -205,7 +205,7 @@ def _records(file: IO[bytes], start: int, length: int, path: Path) -> dict[bytes
         needs_field = [number == 0xFFFFFFFF for number in (room, packed, begin)]
         if any(needs_field):
             field = at + 46 + name_length
-            while unpack_from("<H", table, field)[0] != 1:  # the field of what needs 8 bytes
+            while unpack_from("<H", table, field)[0] != 1:  # the field for numbers of 8 bytes
                 field += 4 + unpack_from("<2xH", table, field)[0]
             numbers = unpack_from(f"<4x{sum(needs_field)}Q", table, field)
             room, begin = numbers[0] if needs_field[0] else room, numbers[-1] if needs_field[2] else begin
@@ -223,13 +223,13 @@ def _restorer(
     path: Path,
     own: Callable[[torch.UntypedStorage], torch.UntypedStorage] = lambda new: new,
 ) -> Any:
-    """Return what ``torch.load`` is to do with each list of numbers: as for a `map_location`, where it has the room.
+    """Return a `map_location` for ``torch.load`` that also limits the total size of storages.
 
     Args:
         map_location: as for ``torch.load``.
-        limit: how many bytes there are for all of them.
+        limit: the most bytes of all storages together.
         path: the file, for the error.
-        own: makes one the state's own.
+        own: copies a storage, or returns it.
     """
     held = 0
 
@@ -239,7 +239,7 @@ def _restorer(
             location = map_location.get(location, location)
         elif map_location is not None and not callable(map_location):
             location = str(torch.device(map_location))
-        if location == "meta":  # torch asks again for each tensor of it
+        if location == "meta":  # torch asks again for each tensor of a storage
             return _on_device(storage, location)
         held += storage.nbytes()
         if held > limit:
@@ -255,17 +255,17 @@ def _restorer(
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keep newer versions of torch from warning that the check of sparse tensors, which is wanted here, takes time."""
+    """Silence newer torch's warning that the check of sparse tensors, which is wanted here, takes time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
         yield
 
 
 def _check_state(state: Any, length: int, path: Path) -> None:
-    """Check that a state takes no more memory than its file, and that there is an end to its parts.
+    """Check that a state takes no more memory than its file, and that its nesting ends.
 
     Raises:
-        CheckpointError: a list holds itself, or tensors were made without numbers in the file.
+        CheckpointError: a list contains itself, or tensors have numbers that are not in the file.
     """
     memory: dict[int, int] = {}
     parts = 0

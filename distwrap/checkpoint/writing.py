@@ -1,4 +1,4 @@
-"""The two ways to write a checkpoint, now or in the background: rank 0 all of it, or every rank its part."""
+"""Write a checkpoint, now or in the background: by rank 0 alone, or each rank its part."""
 
 import os
 import shutil
@@ -23,14 +23,14 @@ from distwrap.nesting import rebuilt
 
 
 def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
-    """Write a checkpoint on rank 0, to which the other ranks send their pieces of divided tensors, if there are any.
+    """Write a checkpoint on rank 0, to which the other ranks send their pieces of divided tensors.
 
     Args:
-        state: of each rank; with a `Piece` in the place of each divided tensor.
+        state: the state of each rank, with a `Piece` for each divided tensor.
         path: the file.
-        keep: how many to keep.
+        keep: the number of checkpoints to keep.
         io: the format.
-        background: copy, and go on.
+        background: copy the state, and write in the background.
     """
     what, name, placement = f"the checkpoint {path}", f"save {path}", current_world().placement
     writer, here = current_world().part(Writer), placement.rank == 0
@@ -50,7 +50,7 @@ def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
         group, wholes, ends = current_world().part(PieceGroup), gathering.run(leaves(state, Piece)), ExitStack()
 
         def end() -> None:
-            """Take what is still to come, as where the writing has failed, and raise what a rank could not send."""
+            """Receive all remaining tensors, also if the writing failed, and raise what a rank could not send."""
             failed = None
             try:
                 for _ in wholes:
@@ -63,14 +63,14 @@ def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
         def stream(temporary: Path) -> None:
             io.stream(state, temporary, wholes)  # type: ignore[attr-defined]
             ends.pop_all()
-            end()  # before the file takes its name
+            end()  # before the file is renamed
 
         with ends:
             ends.callback(end)
             if here:
                 _put(own[1], keep, io, stream)
 
-    do_on_ranks(prepare, what, f"{name} state", everybody)  # before a rank sends, which is no use where rank 0 cannot
+    do_on_ranks(prepare, what, f"{name} state", everybody)  # no rank sends if rank 0 cannot write
     if background:
         do_on_ranks(lambda: writer.write(own[0], write, what, tells=here), what, f"{name} copy", everybody)
     else:
@@ -78,14 +78,14 @@ def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
 
 
 def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
-    """Write a checkpoint to a folder, every rank its part.
+    """Write a checkpoint to a folder, each rank its part.
 
     Args:
-        state: of each rank; with a ``DTensor`` in the place of each divided tensor.
+        state: the state of each rank, with a ``DTensor`` for each divided tensor.
         path: the folder.
-        keep: how many to keep.
-        io: the format; in the background one of ours.
-        background: copy, and go on.
+        keep: the number of checkpoints to keep.
+        io: the format; in the background one that has `over`.
+        background: copy the state, and write in the background.
     """
     check_collectives_allowed("save() of a sharded checkpoint")
     what, name, placement = f"the checkpoint {path}", f"save {path}", current_world().placement
@@ -129,7 +129,7 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
     do_on_ranks(make_room, what, name)
     temporary = place.parent / gather_object(made[0])[0]
     with _gone_if_failed(temporary, here):
-        # Before a rank begins to write, which it may do together with the others.
+        # The writing may be a collective, so all ranks prepare first.
         do_on_ranks(prepare, what, f"{name} state", everybody)
         if background:
             current_world().part(PieceGroup)
@@ -145,7 +145,7 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
 
 @contextmanager
 def _gone_if_failed(temporary: Path, here: bool) -> Iterator[None]:
-    """Remove an unfinished folder, of which a disk may be full, where what it is for fails."""
+    """Remove an unfinished folder, which may fill the disk, if the ``with`` raises."""
     try:
         yield
     except BaseException:
@@ -164,12 +164,12 @@ def _write_alone(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, 
     if background:
         writer.write(plain_state, write, f"the checkpoint {path}")
     else:
-        writer.wait()  # a later state must not be overtaken by an earlier one
+        writer.wait()  # an earlier state must not replace a later one
         write(on_cpu(plain_state))
 
 
 def _put(place: Path, keep: int | None, io: CheckpointIO, write: Any) -> None:
-    """Write a file, or a folder where the format is one of several files, and remove older ones."""
+    """Write a file or folder, as the format needs, and remove older checkpoints."""
     if is_folder_of(io, place):
         files.write_folder(place, write, lambda: check_replaceable(place))
     else:
@@ -182,7 +182,7 @@ def _plain(state: Any) -> Any:
 
 
 def _refuse_piece(leaf: Any, path: tuple[Any, ...]) -> Any:
-    if hasattr(leaf, "full_tensor") and any(  # as a DTensor has, whose class takes long to import
+    if hasattr(leaf, "full_tensor") and any(  # a DTensor, whose class takes long to import
         ranks > 1 and not placement.is_replicate()
         for placement, ranks in zip(leaf.placements, leaf.device_mesh.shape, strict=True)
     ):

@@ -1,6 +1,6 @@
-"""Ways in which ranks exchange what they have learnt: gradients in few bytes, or weights now and then.
+"""Algorithms of ``comm=``, by which ranks exchange gradients in few bytes, or weights now and then.
 
-A module is imported when one of its names is used.
+Each module is imported when one of its names is first used.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distwrap.comm.topk import TopK as TopK
     from distwrap.comm.weights import WeightAlgorithm as WeightAlgorithm, WeightExchange as WeightExchange
 
-# The same as above for the interpreter, which imports a module when one of its names is first asked for.
+# The same names for the interpreter, which imports a module when one of its names is first used.
 _NAMES = {
     "allreduce": "AllReduce BF16 ByteGrad FP16",
     "asynchronous": "AsyncAveraging",
@@ -47,7 +47,7 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULE_OF)
 
-if not TYPE_CHECKING:  # for a type checker, any name would be right then
+if not TYPE_CHECKING:  # else a type checker would accept any name
 
     def __getattr__(name):
         if name not in _MODULE_OF:

@@ -1,6 +1,6 @@
-"""The choice of an algorithm of exchange: measured on the real ranks, and predicted for a model's size.
+"""Recommend an exchange algorithm, from its measured time on the real ranks and a model's size.
 
-The time of an exchange is close to a + b·n for n weights, codec and link together; two sizes give a and b.
+An exchange of n weights, with codec and link, takes about a + b·n seconds. Two measured sizes give a and b.
 """
 
 import time
@@ -19,13 +19,13 @@ from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 
-_SMALL, _LARGE = 1 << 14, 1 << 21  # weights; the larger size is cut to what the time allows
+_SMALL, _LARGE = 1 << 14, 1 << 21  # weights; the larger size shrinks until it takes at most _SECONDS
 _SECONDS = 1.0
-OVERLAP = 0.5  # of the compute: DDP exchanges during the backward
-_WORTH = 1.15  # a choice that bends training more must save this much
-_EVERY = 32  # steps, for the algorithms that exchange now and then
+OVERLAP = 0.5  # part of the compute during which DDP exchanges, in the backward
+_WORTH = 1.15  # an algorithm that changes training more must be so many times faster
+_EVERY = 32  # steps between two exchanges of weights
 
-# From the one that changes nothing to the one that changes training most.
+# In the order of how much they change training.
 _MAKERS: dict[str, Callable[[Link, torch.device], Averager]] = {
     "allreduce": AllReduce().averager,
     "bf16": BF16().averager,
@@ -41,29 +41,29 @@ _MAKERS: dict[str, Callable[[Link, torch.device], Averager]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of an exchange.
+    """Time of an exchange as a function of the number of weights.
 
     Attributes:
-        seconds: the time of an empty one.
-        seconds_a_weight: the time beyond that for each weight.
+        seconds: seconds of an empty exchange.
+        seconds_a_weight: further seconds for each weight.
     """
 
     seconds: float
     seconds_a_weight: float
 
     def of(self, weights: float) -> float:
-        """Return the seconds for so many weights."""
+        """Return the seconds of an exchange of so many weights."""
         return self.seconds + self.seconds_a_weight * weights
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Row of the advice.
+    """Predicted times with one algorithm.
 
     Attributes:
         comm: the algorithm, as `wrap_model` takes it.
-        exchange: seconds of the exchange in a step, on average.
-        step: seconds of a step, with the compute, of which a part hides the exchange.
+        exchange: mean seconds of the exchange in a step.
+        step: seconds of a step with the exchange, a part of which overlaps with the compute.
     """
 
     comm: str
@@ -78,11 +78,11 @@ class Advice:
     Attributes:
         ranks: the number of ranks.
         weights: the number of weights of the model.
-        compute: seconds of one step without any exchange.
+        compute: seconds of one step without an exchange.
         bandwidth: bytes a second that each rank sends in an all-reduce.
         predictions: one for each algorithm, in the order of how much they change training.
         choice: the first algorithm that no later one beats by much.
-        reason: why, in words.
+        reason: the reason for the choice.
     """
 
     ranks: int
@@ -95,7 +95,7 @@ class Advice:
 
 
 def advise(weights: int, compute: float | None = None) -> Advice:
-    """Measure every algorithm's exchange between the ranks of this world, and recommend one; a collective.
+    """Measure the exchange of each algorithm between the ranks of this world, and recommend one; a collective.
 
     Args:
         weights: the number of weights of the model.
@@ -114,7 +114,7 @@ def advise(weights: int, compute: float | None = None) -> Advice:
 
 
 def predict(costs: dict[str, Cost], weights: float, compute: float) -> list[Prediction]:
-    """Predict a step under each algorithm: those of gradients from their own costs, those of weights from the others'.
+    """Predict a step under each algorithm. Algorithms of weights use the costs of `allreduce` and `bytegrad`.
 
     Example:
         >>> slow = predict({"allreduce": Cost(0.0, 1e-7), "bytegrad": Cost(0.0, 0.25e-7)}, 10_000_000, 0.1)
@@ -127,8 +127,8 @@ def predict(costs: dict[str, Cost], weights: float, compute: float) -> list[Pred
         rows.append(Prediction(name, exchange, compute + max(0.0, exchange - OVERLAP * compute)))
     full, byte = costs["allreduce"].of(weights), costs["bytegrad"].of(weights)
     rows += [
-        Prediction("decentralized", full, max(compute, full)),  # hidden by the whole step
-        Prediction("low_precision_decentralized", byte, compute + byte),  # by nothing
+        Prediction("decentralized", full, max(compute, full)),  # overlaps with the whole step
+        Prediction("low_precision_decentralized", byte, compute + byte),  # overlaps with nothing
         Prediction(f"local_sgd(sync_every={_EVERY})", full / _EVERY, compute + full / _EVERY),
         Prediction(f"diloco(sync_every={_EVERY})", full / _EVERY, compute + full / _EVERY),
         Prediction("async", full, compute),
@@ -166,14 +166,14 @@ def _cost(make: Callable[[], Averager], device: torch.device) -> Cost:
 
 
 def _exchange_seconds(averager: Averager, weights: int, device: torch.device) -> float:
-    """Time the exchange of a square matrix's gradients on the slowest rank."""
+    """Return the seconds of an exchange of a square matrix's gradients on the slowest rank."""
     parameter = nn.Parameter(torch.empty(int(weights**0.5), int(weights**0.5), device=device))
     values = torch.randn(parameter.numel(), device=device)
     return _slowest(_best(lambda: averager.average(Bucket(values.clone(), [parameter])), device, dist.barrier))
 
 
 def _compute(weights: int, device: torch.device) -> float:
-    """Time a step of a stack of linear layers with about so many weights, on 32 samples."""
+    """Return the seconds of a step of linear layers with about so many weights, on 32 samples."""
     width = 512
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(max(1, weights // width**2)))).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -188,7 +188,7 @@ def _compute(weights: int, device: torch.device) -> float:
 
 
 def _best(work: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
-    """Return the best of three times, in seconds, after a first one that makes buffers and connections."""
+    """Return the best of three times in seconds, after a first run that makes buffers and connections."""
     taken = []
     for _ in range(4):
         before()

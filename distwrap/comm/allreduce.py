@@ -1,4 +1,4 @@
-"""Gradients averaged in full, as DDP does it, or rounded to 16 or 8 bits on the way."""
+"""Algorithms that average all gradients, as DDP does, or gradients rounded to 16 or 8 bits."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from distwrap.comm.compressed import CompressedMean
 
 
 class AllReduce(GradientAlgorithm):
-    """The mean of the gradients, to the bit that of DDP."""
+    """Mean of the gradients, equal to DDP's to the bit."""
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return _Mean(link)
@@ -25,9 +25,9 @@ class _Mean(Averager):
 
 
 class FP16(GradientAlgorithm):
-    """The mean of gradients that were rounded to float16: half the bytes. Added up in float32, so no sum overflows.
+    """Mean of gradients rounded to float16: half the bytes. The sum is in float32, so it cannot overflow.
 
-    A gradient beyond 65504 does; under precision fp16 that is what a step is skipped for, else it is reported.
+    A gradient beyond 65504 overflows. Under precision fp16 such a step is skipped; otherwise it is reported.
     """
 
     def averager(self, link: Link, device: torch.device) -> Averager:
@@ -35,7 +35,7 @@ class FP16(GradientAlgorithm):
 
 
 class BF16(GradientAlgorithm):
-    """The mean of gradients that were rounded to bfloat16: half the bytes, float32's range, three digits."""
+    """Mean of gradients rounded to bfloat16: half the bytes, float32's range, three digits."""
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return CompressedMean(link, Cast(torch.bfloat16))
@@ -43,15 +43,16 @@ class BF16(GradientAlgorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGrad(GradientAlgorithm):
-    """The mean of gradients in 8 bits: a quarter of the bytes.
+    """Mean of gradients in 8 bits: a quarter of the bytes.
 
-    Bagua's ``ByteGradAlgorithm`` with another codec. Rounded twice, each time by at most 1/508 of the range of a
-    block of 131072. All ranks get the same bits.
+    Bagua's ``ByteGradAlgorithm`` with another codec. Numbers are rounded twice, each time by at most 1/508 of the range
+    of a block of 131072. All ranks get the same bits.
 
     Source: https://arxiv.org/abs/2107.01499, section 3.
 
     Args:
-        error_feedback: add what was rounded off to the next step's gradients; costs one copy of them.
+        error_feedback: add the rounding errors to the gradients of the next step; needs memory for one copy of the
+            gradients.
     """
 
     error_feedback: bool = False

@@ -1,7 +1,7 @@
-"""Weights averaged by the clock, in the background, while each rank trains at its own pace.
+"""Average weights at fixed times in a background thread, while each rank trains at its own pace.
 
 Source: https://arxiv.org/abs/2107.01499, section 3; Bagua's ``AsyncModelAverageAlgorithm``, whose thread writes weights
-while an optimizer may read them. Here weights are read and written between two steps only, by the training thread.
+while an optimizer may read them. Here the training thread alone reads and writes weights, between two steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from distwrap.model.distributed import DistributedModel
 
 
 class AsyncExchange(WeightExchange["AsyncAveraging"]):
-    """Averaging in a thread, to which the training thread gives weights, and from which it gets how far to move them.
+    """Exchange with a thread that gets copies of the weights, and returns by how much to move them.
 
-    Where the algorithm is hierarchical, only the nodes' first ranks have the thread; at each step they send the rest of
-    their node whether and how far to move. When the model is dropped, the thread goes on until all ranks have dropped
-    it, as in a pause.
+    If the algorithm is hierarchical, only the first rank of each node has the thread. At each step it sends the other
+    ranks of its node whether and how far to move. When the model is dropped, the thread takes part until all ranks have
+    dropped it, as in a pause.
 
     Attributes:
-        rounds: the number of means until now.
+        rounds: the number of means so far.
     """
 
     def __init__(self, algorithm: AsyncAveraging, model: DistributedModel, world: World) -> None:
@@ -69,7 +69,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
                 self._changed.notify_all()
 
     def _take_over(self) -> None:
-        """Move the weights by the difference that the thread has found; the ranks of a node move together."""
+        """Add the thread's result to the weights; the ranks of a node do so together."""
         with self._changed:
             given, self._move = self._move, None
         move = None if given is None else self._side.taken(given)
@@ -79,7 +79,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             self.weights.write(self.weights.read().add_(move))
 
     def _from_first(self, node: Link, move: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the move of the node's first rank."""
+        """Return the result that the first rank of the node has, or ``None``."""
         is_there = torch.tensor([move is not None], dtype=torch.uint8, device=self.device)
         node.from_first(is_there)
         if not is_there.item():
@@ -90,7 +90,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         return move
 
     def _hand_out(self) -> None:
-        """Give the thread a copy of the weights as they will be once they have moved."""
+        """Give the thread a copy of the weights, with the result that is not yet added to them."""
         weights, self._wanted = self.weights.read(), False
         if self._move is not None:
             weights.add_(self._side.taken(self._move))
@@ -100,7 +100,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         self.pause()
 
     def pause(self) -> None:
-        """Stop averaging once all ranks have called this; until then this rank goes on taking part."""
+        """Stop averaging when all ranks have called this; until then this rank takes part."""
         thread, self._thread = self._thread, None
         if thread is not None:
             with self._changed:
@@ -120,7 +120,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             self._take_over()
 
     def resume(self) -> None:
-        """Go on averaging."""
+        """Start averaging again."""
         if self._runs:
             return
         self._runs, self._pausing = True, False
@@ -130,7 +130,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
 
     def _run(self, link: Link) -> None:
         try:
-            with self._side.current():  # in the model's, a step would wait for the other ranks
+            with self._side.current():  # in the model's stream, a step would wait for the other ranks
                 self._average(link)
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             self._failure = error
@@ -149,7 +149,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             self._rest()
 
     def _take_snapshot(self) -> torch.Tensor | None:
-        """Wait until the training thread is between two steps, and return a copy of the weights."""
+        """Wait until the training thread is between two steps, and return a copy of its weights."""
         with self._changed:
             self._wanted = True
             while self._snapshot is None:
@@ -179,11 +179,11 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             self.resume()
 
     def before_step(self) -> None:
-        self.resume()  # after a pause that nobody has ended, as a consolidate() for good
+        self.resume()  # after a pause without an end, as by consolidate() without a with
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop averaging for the time of a ``with``; all ranks enter and leave it."""
+        """Stop averaging within a ``with``, which all ranks enter and leave."""
         self.pause()
         try:
             yield
@@ -198,18 +198,18 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         if thread is not None:
             thread.join(PATIENCE)
             if thread.is_alive():
-                self.keep_groups()  # it waits in one for ranks that do not come any more
+                self.keep_groups()  # the thread waits in a group for ranks that do not come any more
         super().close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncAveraging(WeightAlgorithm):
-    """Mean of all ranks' weights every `sync_interval_ms`, by which each rank then moves: by mean - own.
+    """Mean of all ranks' weights every `sync_interval_ms`. Each rank adds mean - own to its weights.
 
-    The progress that a rank makes meanwhile is kept. Ranks may take different numbers of steps.
+    Ranks keep the progress that they make meanwhile, and may take different numbers of steps.
 
     Args:
-        sync_interval_ms: milliseconds from one mean to the next.
+        sync_interval_ms: milliseconds between two means.
     """
 
     exchange_class = AsyncExchange

@@ -1,4 +1,4 @@
-"""The two halves of every way to exchange: options that travel to the ranks, and their work there for one model.
+"""Base classes of exchange algorithms: their options, and their work on a rank for one model.
 
 ```
 Algorithm                a frozen dataclass of options, which the user names
@@ -28,7 +28,7 @@ def option(default: T, check: Callable[[str, Any], Any]) -> T:
     """Declare an option of an algorithm, and the check that its values pass.
 
     Args:
-        default: its value where the user gives none.
+        default: the value if the user gives none.
         check: takes the name and a value, and returns the value or raises OptionError.
     """
     return field(default=default, metadata={"check": check})
@@ -36,12 +36,13 @@ def option(default: T, check: Callable[[str, Any], Any]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """Way to exchange what the ranks have learnt. Subclasses are frozen dataclasses of their options.
+    """Way to exchange gradients or weights. Subclasses are frozen dataclasses of their options.
 
     Attributes:
-        hierarchical: whether there is full precision inside a node, and the algorithm between the nodes' first ranks.
+        hierarchical: whether ranks of a node exchange in full precision, and the first ranks of all nodes by the
+            algorithm.
         same_weights: whether all ranks hold the same weights after each step.
-        needs_optimizer_state: whether it acts on the state of the optimizer, all of which each rank must hold then.
+        needs_optimizer_state: whether the algorithm needs the whole state of the optimizer on each rank.
     """
 
     hierarchical: bool = False
@@ -54,27 +55,27 @@ class Algorithm(ABC):
                 value = each.metadata["check"](each.name, getattr(self, each.name))
                 object.__setattr__(self, each.name, value)
 
-    def check(self, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse options that do not fit the number of ranks, or of nodes where the algorithm is hierarchical.
+    def check(self, world_size: int) -> None:  # noqa: B027 - most algorithms refuse nothing
+        """Refuse options that do not fit the number of ranks, or of nodes if the algorithm is hierarchical.
 
         Raises:
-            OptionError: they do not.
+            OptionError: an option does not fit.
         """
 
     @abstractmethod
     def attach(self, model: DistributedModel, world: World) -> Any:
-        """Return the `Exchange` of a model that was wrapped just now; every rank calls this."""
+        """Return the `Exchange` of a model that was just wrapped; every rank calls this."""
 
 
 @dataclass
 class Bucket:
-    """Numbers to average, one parameter's after the other's in one flat tensor: as a rule gradients of one backward.
+    """Flat tensor of numbers to average, parameter by parameter; usually gradients of one backward.
 
     Attributes:
         values: the numbers, which are averaged in place.
-        parameters: the parameters that they belong to, in order.
-        views: the values of each parameter, in its shape and memory format.
-        scale: the factor by which they are multiplied, under fp16.
+        parameters: the parameters of the numbers, in order.
+        views: the numbers of each parameter, in its shape and memory format.
+        scale: the factor by which fp16 has multiplied the numbers.
         name_of: the parameters' names by their ids.
         report: takes the names of parameters whose gradients are not finite.
     """
@@ -88,16 +89,16 @@ class Bucket:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The parameters' ids, by which the bucket is known in every step; DDP rearranges buckets after the first."""
+        """The ids of the parameters, which identify the bucket; DDP rearranges buckets after the first step."""
         return tuple(map(id, self.parameters))
 
     def parts(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Return the parameters' shares of a flat tensor, by default of the values; a complex one has two numbers."""
+        """Return the parts of a flat tensor by parameter, by default of the values; complex numbers count twice."""
         flat = self.values if flat is None else flat
         return list(torch.split(flat, [(1 + each.is_complex()) * each.numel() for each in self.parameters]))
 
     def complain(self) -> None:
-        """Report the parameters whose gradients are not finite; call it before they are overwritten."""
+        """Report the parameters with gradients that are not finite; call it before they are overwritten."""
         if self.report is not None:
             pairs = zip(self.parameters, self.parts(), strict=True)
             bad = [parameter for parameter, part in pairs if not torch.isfinite(part).all()]
@@ -105,7 +106,7 @@ class Bucket:
 
 
 class Averager(ABC):
-    """Mean of gradients over the ranks of a link: the part of a gradient algorithm that has state.
+    """Mean of gradients over the ranks of a link; holds the state of a gradient algorithm.
 
     Attributes:
         wants_scale: whether it keeps numbers from step to step, which must follow the scale of fp16.
@@ -117,5 +118,5 @@ class Averager(ABC):
     def average(self, bucket: Bucket) -> None:
         """Replace the bucket's values by their mean over the ranks. Runs in the model's thread, in order.
 
-        Numbers that are not finite stay so on all ranks, and are reported by `Bucket.complain`.
+        Numbers that are not finite stay so on all ranks, and `Bucket.complain` reports them.
         """

@@ -1,7 +1,7 @@
-"""Codecs: each turns a flat tensor of floats into fewer bytes, and back.
+"""Codecs, which encode a flat tensor of floats in fewer bytes, and decode it.
 
-Every codec returns whether the numbers were finite. Others are NaN after decoding, together with their block: never a
-number that looks right.
+`encode` returns whether all numbers were finite. A number that was not is decoded as NaN, together with its block, and
+never as a number that looks right.
 """
 
 from collections.abc import Iterator
@@ -11,27 +11,27 @@ import torch
 
 from distwrap.devices.kinds import widest
 
-_PIECE = 1 << 17  # numbers at a time on the CPU: half a megabyte, which stays in the cache from step to step
-_MAGIC = 1.5 * 2**23  # a number below 2^22, added to this in float32, is rounded, and held in the lowest bits
-_FAR = 2**20  # steps from zero to the grid, up to which it goes through zero
-_TINY = 1e-36  # a range below which the scale would overflow
+_PIECE = 1 << 17  # numbers at a time on the CPU: half a megabyte fits into the cache
+_MAGIC = 1.5 * 2**23  # float32 rounds a number below 2^22 added to this, and has it in the lowest bits
+_FAR = 2**20  # most steps from zero to the grid for a grid that contains zero
+_TINY = 1e-36  # the scale of a smaller range would overflow
 
 
 class Codec(Protocol):
-    """A way to write floats in fewer bytes."""
+    """Encoding of floats in fewer bytes."""
 
     def size(self, count: int) -> int:
-        """Return the bytes that `count` numbers take; a multiple of 4."""
+        """Return the number of bytes for `count` numbers, a multiple of 4."""
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
-        """Write flat float32 numbers as bytes; return whether all were finite."""
+        """Encode flat float32 numbers as bytes, and return whether all were finite."""
 
     def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the bytes' numbers into a flat float32 tensor."""
+        """Decode bytes into a flat float32 tensor."""
 
 
 class Cast:
-    """Numbers rounded to a smaller floating-point type.
+    """Codec that rounds numbers to a smaller floating-point type.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``, or ``torch.float32`` for no loss.
@@ -55,12 +55,12 @@ class Cast:
 
 
 class MinMax8:
-    """One byte a number: how many steps it is above the least one of its block, rounded to the nearest step.
+    """Codec of one byte a number: its distance from the block's minimum in steps, rounded.
 
-    A step is 1/254 of the block's range, so the error is at most 1/508 of it, and a rounding of float32. A block has a
-    header of two float32: what code 0 stands for, and the step. Bagua's MinMaxUInt8 codec, but for its defects: its
-    scale is absolute (1e-7), so that small gradients vanish; it loses a narrow range far from zero; its header has the
-    numbers' own type.
+    A step is 1/254 of the block's range, so the error is at most 1/508 of the range, and float32's rounding. The header
+    of a block has two float32: the value of code 0, and the step. This is Bagua's MinMaxUInt8 codec without three
+    defects: its absolute scale (1e-7) loses small gradients, it loses a narrow range far from zero, and its header has
+    the type of the numbers.
 
     Source: https://arxiv.org/abs/2107.01499, section 3.
     """
@@ -69,7 +69,7 @@ class MinMax8:
         return _aligned(8 * _blocks(count, _PIECE) + count)
 
     def _split(self, codes: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the blocks' headers, offset and step of each, and the numbers' bytes."""
+        """Return the headers (offset and step of each block), and the codes of the numbers."""
         header = 8 * _blocks(count, _PIECE)
         return codes[:header].view(torch.float32).view(header // 8, 2), codes[header : header + count]
 
@@ -79,7 +79,7 @@ class MinMax8:
         return self._encode_by_row(values, codes)
 
     def _encode_by_piece(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
-        """Read the memory once: block by block, in the cache, two passes over each and one to narrow the codes."""
+        """Encode block by block, so that the memory is read once: a block stays in the cache for all passes."""
         finite, found = True, []
         headers, steps = self._split(codes, values.numel())
         scratch = torch.empty(min(values.numel(), _PIECE))
@@ -89,7 +89,7 @@ class MinMax8:
             low, high = (bound.item() for bound in block.aminmax())
             offset, step, scale = _grid(low, high)
             if scale and abs(offset) * scale <= _FAR:
-                lowest = round(offset * scale)  # the grid goes through 0: one pass shifts, scales and rounds
+                lowest = round(offset * scale)  # a grid with 0: one pass shifts, scales and rounds
                 offset = lowest * step
                 torch.add(_scalar(_MAGIC - lowest), block, alpha=scale, out=shifted)
             else:
@@ -101,7 +101,7 @@ class MinMax8:
         return finite
 
     def _encode_by_row(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
-        """Encode all blocks at once, without waiting for the device until the end."""
+        """Encode all blocks at once, and wait for the device only at the end."""
         headers, steps = self._split(codes, values.numel())
         for first, rows, place in _rows(values, _PIECE):
             low, high = (bound.to(widest(rows.device)) for bound in rows.aminmax(dim=1))
@@ -139,7 +139,7 @@ class MinMax8:
 
 
 class Sign:
-    """One bit a number: its sign, which stands for the mean of the absolute values in its block of 4096.
+    """Codec of one bit a number: its sign, decoded as the mean absolute value of its block of 4096.
 
     Needs error feedback. Source: https://arxiv.org/abs/2102.02888, section 4.
     """
@@ -157,7 +157,7 @@ class Sign:
             bits = (rows >= 0).view(-1)
             if len(bits) % 8:
                 bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8))
-            # Eight bytes of 0 or 1 each, times the right number, have the eight bits in the highest byte.
+            # This product collects eight bytes of 0 or 1 as the eight bits of its highest byte.
             packed = bits.view(torch.int64).mul(0x0102040810204080).view(torch.uint8)[7::8]
             codes[header + place // 8 :][: len(packed)].copy_(packed)
         return bool(torch.isfinite(scales).all())
@@ -173,14 +173,14 @@ class Sign:
 
 
 def _signs(device: torch.device) -> torch.Tensor:
-    """Return the eight signs of each byte, +1 or -1, first bit to last."""
+    """Return the eight signs of each byte, +1 or -1, from the first bit to the last."""
     shifts = torch.arange(8, device=device)
     bits = torch.arange(256, device=device)[:, None].bitwise_right_shift(shifts).bitwise_and(1)
     return bits.float().mul_(2).sub_(1)
 
 
 def _grid(low: float, high: float) -> tuple[float, float, float]:
-    """Return a block's offset, step and its inverse, from its least and greatest number."""
+    """Return the offset of a block, the step and its inverse, from the least and greatest number."""
     extent = high - low
     if not extent < float("inf"):
         return float("nan"), 0.0, 0.0
@@ -202,7 +202,7 @@ def _aligned(size: int) -> int:
 
 
 def _rows(values: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tensor, int]]:
-    """Yield the full blocks as rows, then the last one, each with the number of its first block and its place."""
+    """Yield full blocks as rows, then the last one, each with the index of its first block and number."""
     full = values.numel() // block
     at_once = full if values.device.type != "cpu" else max(1, _PIECE // block)
     for first in range(0, full, max(1, at_once)):

@@ -1,7 +1,7 @@
-"""A mean over the ranks of which only small codes travel: each rank adds up one part, and all get its codes.
+"""A mean over the ranks that sends codes: each rank adds up one part, and sends the mean's codes to all.
 
-Sends 2(n-1)/n of the codes' bytes, as a ring all-reduce does of the numbers'. Every rank decodes the same bytes, of its
-own part too, so all end with the same bits.
+Each rank sends 2(n-1)/n of the bytes of the codes, as in a ring all-reduce. It decodes the codes of its own part too,
+so all ranks get the same bits.
 
 Source: https://arxiv.org/abs/2107.01499, section 3 (the centralised primitive with low precision).
 """
@@ -20,13 +20,13 @@ _AT_ONCE = 1 << 20  # numbers: while one such piece of a bucket travels, another
 
 
 class CompressedMean(Averager):
-    """Averager that scatters codes, adds up their numbers and gathers the codes of the mean.
+    """Averager that scatters codes, adds up the decoded numbers, and gathers the codes of the mean.
 
     Args:
         link: the ranks that average.
         codec: the codec of the numbers.
-        feedback: whether the errors of a step are added to the next step: that of the numbers that a rank sends, and
-            that of the part that it adds up.
+        feedback: whether the errors of a step are added to the next step: those of the numbers that a rank sends, and
+            those of the part that it adds up.
     """
 
     def __init__(self, link: Link, codec: Codec, *, feedback: bool = False) -> None:
@@ -39,13 +39,13 @@ class CompressedMean(Averager):
         count = bucket.values.numel()
         if self._link.size == 1 or not count:
             return
-        x = bucket.values.float()  # itself, where it is float32
+        x = bucket.values.float()  # no copy if it is float32
         residual = None if self._sent is None else self._sent.of(bucket)
         pieces = [
             _Piece(self, bucket, x[start : start + _AT_ONCE], start, residual) for start in range(0, count, _AT_ONCE)
         ]
-        # As in a conveyor belt, in the same order on all ranks: a piece is scattered while the one before it is
-        # gathered and the one before that is decoded.
+        # A pipeline with the same order on all ranks: a piece is scattered while the one before it is gathered and the
+        # one before that is decoded.
         finite = True
         for turn in range(len(pieces) + 2):
             if turn < len(pieces):
@@ -60,7 +60,7 @@ class CompressedMean(Averager):
 
 
 class _Piece:
-    """Piece of a bucket under way."""
+    """Piece of a bucket that is being averaged."""
 
     def __init__(
         self, owner: CompressedMean, bucket: Bucket, x: torch.Tensor, start: int, residual: torch.Tensor | None
@@ -79,21 +79,21 @@ class _Piece:
         return [flat[low:high] for low, high in pairwise(self._bounds)]
 
     def scatter(self) -> bool:
-        """Send each rank the codes of its part; return whether all numbers were finite."""
+        """Send each rank the codes of its part, and return whether all numbers were finite."""
         finite = True
         if self._residual is not None:
             self._x.add_(self._residual)
         for part, codes in zip(self._parts, self._codes, strict=True):
             finite = self._codec.encode(part, codes) and finite
         self._work = self._link.begin_all_to_all(self._received, self._codes)
-        if self._residual is not None and finite:  # of a step that is not finite nothing is kept
+        if self._residual is not None and finite:  # keep no error of a step that is not finite
             for part, codes in zip(self._cut(self._residual), self._codes, strict=True):
                 self._codec.decode(codes, part)
             torch.sub(self._x, self._residual, out=self._residual)
         return finite
 
     def gather(self) -> None:
-        """Add up the parts received, and send all ranks the codes of the mean."""
+        """Add up the parts received, and send the codes of the mean to all ranks."""
         self._work.wait()
         mean = torch.zeros_like(self._parts[self._link.rank])
         term = torch.empty_like(mean)
@@ -109,7 +109,7 @@ class _Piece:
         if self._residual is None:
             self._codec.encode(mean, codes)
             return
-        # Of a bucket that DDP rearranges after the first step, this part belongs to another rank: it begins anew.
+        # After DDP has rearranged its buckets, this part belongs to another rank, and the error starts at zero.
         summed = self._owner._summed
         if self._key in summed:
             residual, scale = summed[self._key]
@@ -119,7 +119,7 @@ class _Piece:
             summed[self._key] = mean.sub_(decoded), self._scale
 
     def decode(self) -> None:
-        """Set the numbers to the mean."""
+        """Replace the numbers by the mean."""
         self._work.wait()
         for part, codes in zip(self._parts, self._codes, strict=True):
             self._codec.decode(codes, part)

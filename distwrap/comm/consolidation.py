@@ -1,4 +1,4 @@
-"""One set of weights out of replicas that train on their own: for evaluation, checkpoints and the end."""
+"""Average the weights of replicas that train on their own, for evaluation, checkpoints and the end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Consolidated(AbstractContextManager[None]):
-    """Mean of all ranks' weights in a model; at the end of a ``with`` each rank gets its own weights back.
+    """Mean of all ranks' weights in a model; leaving the ``with`` restores each rank's own weights.
 
     Args:
-        exchange: the model's; ``None`` where all ranks hold the same weights.
+        exchange: the model's exchange; ``None`` if all ranks hold the same weights.
     """
 
     def __init__(self, exchange: WeightExchange[Any] | None) -> None:
@@ -110,7 +110,7 @@ def traffic(model: nn.Module) -> Traffic:
 
 
 def _exchange_of(model: nn.Module) -> Exchange[Any] | None:
-    """Return the exchange of a wrapped model, also of one that is compiled around it."""
+    """Return the exchange of a wrapped model, also if the model was compiled afterwards."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             "consolidate(), pause() and traffic() take the model that wrap_model() returned, not a "

@@ -1,4 +1,4 @@
-"""Weights averaged with all other ranks', or with one other rank's, while the step is computed.
+"""Average weights with all other ranks, or with one other rank, while the step is computed.
 
 Source: https://arxiv.org/abs/2107.01499, section 3; Bagua's ``DecentralizedAlgorithm``.
 """
@@ -15,7 +15,7 @@ from distwrap.errors import OptionError
 
 
 def peer_of(rank: int, size: int, turn: int) -> int:
-    """Return the rank with which another one is paired in a turn: one of the lower half with one of the upper.
+    """Return the rank's peer in a turn; peers are one rank of the lower half and one of the upper.
 
     Example:
         >>> [peer_of(rank, 4, turn=0) for rank in range(4)], [peer_of(rank, 4, turn=1) for rank in range(4)]
@@ -29,7 +29,7 @@ class _Decentralized(WeightExchange["Decentralized"]):
     _under_way: tuple[torch.futures.Future[torch.Tensor], torch.Tensor] | None = None
 
     def before_step(self) -> None:
-        """Take over the mean, and keep what has changed the weights since they left, as a clamp by hand."""
+        """Take over the mean, and keep changes of the weights since they were sent, as a clamp by hand."""
         if self._under_way is not None:
             (mean, sent), self._under_way = self._under_way, None
             self.weights.write(self.weights.read().sub_(sent).add_(self.engine.result(mean)))
@@ -58,12 +58,13 @@ def _average_with_peer(link: Link, weights: torch.Tensor, turn: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Decentralized(WeightAlgorithm):
-    """Steps from the mean of the peers' weights, along this rank's own gradient at its own weights.
+    """Mean of the peers' weights, to which each rank adds a step along the gradient at its own weights.
 
-    The weights travel during the forward and backward.
+    The weights are sent during the forward and backward.
 
     Args:
-        peer_selection: ``"all"``, or ``"shift_one"``: one other rank, another each time; for an even number of ranks.
+        peer_selection: ``"all"``, or ``"shift_one"`` for one other rank, a different one each time; needs an even
+            number of ranks.
         communication_interval: optimizer steps between two exchanges.
     """
 

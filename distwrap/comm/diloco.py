@@ -1,6 +1,6 @@
-"""Many steps without exchange, then an outer step along the replicas' mean progress.
+"""Train many steps without exchange, then take an outer step along the replicas' mean progress.
 
-Source: https://arxiv.org/abs/2311.08105, algorithm 1; in fragments, with a delay and few bits, Streaming DiLoCo,
+Source: https://arxiv.org/abs/2311.08105, algorithm 1. Fragments, delay and compression are those of Streaming DiLoCo,
 https://arxiv.org/abs/2501.18512, algorithm 2.
 """
 
@@ -28,13 +28,13 @@ _CODECS: dict[str, Callable[[], Codec]] = {"16bit": lambda: Cast(torch.bfloat16)
 
 
 class _Fragment:
-    """Part of the weights, as the last outer step left them, with its outer momentum and the mean that is under way.
+    """Part of the weights: their values after the last outer step, outer momentum, and pending mean.
 
     Args:
         weights: the weights of the fragment.
-        options: the algorithm's.
-        link: the ranks that run the algorithm; ``None`` where this one does not.
-        offset: the step of every `sync_every` at which it leaves, after the first so many.
+        options: the options of the algorithm.
+        link: the ranks that run the algorithm; ``None`` if this rank does not.
+        offset: the step within each `sync_every` steps at which the fragment is sent, once `sync_every` steps are done.
     """
 
     def __init__(self, weights: FlatWeights, options: DiLoCo, link: Link | None, offset: int) -> None:
@@ -42,25 +42,25 @@ class _Fragment:
         self.offset = offset
         self.anchor = weights.read()
         self.momentum = torch.zeros_like(self.anchor)
-        self.due = 0  # the step at which the mean is taken over
+        self.due = 0  # the step after which the mean is applied
         self.future: torch.futures.Future[torch.Tensor] | None = None
         self._mean: CompressedMean | None = None
         if options.compression is not None and link is not None:
             self._mean = CompressedMean(link, _CODECS[options.compression](), feedback=True)
 
     def progress(self) -> torch.Tensor:
-        """Return how far this replica has moved since, with the sign of a gradient."""
+        """Return this replica's change since the last outer step, with the sign of a gradient."""
         return self.anchor - self._weights.read()
 
     def average(self, link: Link, progress: torch.Tensor) -> None:
-        """Average this fragment's progress over the replicas, in place. Runs in the model's exchange thread."""
+        """Average the progress over the replicas, in place. Runs in the model's exchange thread."""
         if self._mean is None:
             link.mean(progress)
         else:
             self._mean.average(Bucket(progress, self._weights.parameters))
 
     def outer_step(self, mean: torch.Tensor) -> None:
-        """Step as torch.optim.SGD(nesterov=True) does, and set the weights."""
+        """Take a step as torch.optim.SGD(nesterov=True) does, and set the weights."""
         options = self._options
         self.momentum.mul_(options.outer_momentum).add_(mean)
         self.anchor.add_(mean + options.outer_momentum * self.momentum, alpha=-options.outer_lr)
@@ -98,7 +98,7 @@ class _DiLoCo(WeightExchange["DiLoCo"]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._fragments = ()  # and what is on its way is not received
+        self._fragments = ()  # pending means are dropped
         goes_on = "anchor" in state and self.steps > self.algorithm.warmup_steps
         self._saved = {name: state[name] for name in ("anchor", "momentum")} if goes_on else None
 
@@ -155,19 +155,19 @@ def _codec(name: str, value: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(WeightAlgorithm):
-    """Outer steps of SGD with Nesterov momentum, one every `sync_every` steps, on the weights of the last one.
+    """Outer SGD steps with Nesterov momentum, every `sync_every` steps, from the weights of the last one.
 
-    Any inner optimizer will do, usually AdamW; its state stays each rank's own.
+    Any inner optimizer works, usually AdamW. Each rank keeps its own optimizer state.
 
     Args:
         sync_every: inner steps between two outer steps of the same weights.
         outer_lr: the outer learning rate.
-        outer_momentum: the outer momentum, 0 for none.
-        fragments: in how many parts the model is exchanged, one after the other, evenly spread over `sync_every` steps:
-            the same bytes, a fraction of the peak.
-        delay: inner steps in which a fragment travels while training goes on; 0 waits for it.
-        mixing: how much of its own progress in that time a replica keeps, from 0, none, to 1.
-        compression: ``"16bit"``, ``"8bit"`` or ``"1bit"`` for what travels, with error feedback; ``None`` for float32.
+        outer_momentum: the outer momentum; 0 for none.
+        fragments: the number of parts in which the model is exchanged, spread evenly over `sync_every` steps. The total
+            of bytes stays, and the peak is a fraction.
+        delay: inner steps that go on while a fragment is sent; 0 waits for it.
+        mixing: the part of its progress in that time that a replica keeps, from 0 to 1.
+        compression: ``"16bit"``, ``"8bit"`` or ``"1bit"`` for the exchange, with error feedback; ``None`` for float32.
     """
 
     exchange_class = _DiLoCo

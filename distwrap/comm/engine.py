@@ -1,7 +1,7 @@
-"""The thread of a model, which does its exchanges one after the other, in the same order on every rank.
+"""The thread of a model that runs its exchanges one after the other, in the same order on every rank.
 
-A DDP hook that starts a second collective when the first has ended may deadlock: which bucket ends first differs from
-rank to rank. One queue has one order. DDP waits for the future that a hook returns; the thread sets it.
+A DDP hook that starts a second collective when the first has ended may deadlock, because ranks differ in which bucket
+ends first. A single queue has one order. DDP waits for the future that a hook returns, which the thread sets.
 """
 
 import queue
@@ -16,14 +16,14 @@ from distwrap.devices.streams import SideStream
 
 T = TypeVar("T")
 
-PATIENCE = 0.5  # seconds for the thread to end; it may be in a collective to which nobody comes any more
+PATIENCE = 0.5  # seconds for the thread to end, which may wait in a collective for ranks that have left
 
 
 class Engine:
-    """A first-in-first-out thread. On an accelerator it works in a stream of its own.
+    """First-in-first-out thread. On an accelerator it works in a stream of its own.
 
-    After an exception nothing more is done: the futures that are waited for are set all the same, so that nobody hangs,
-    and `raise_failure` raises it.
+    After an exception it runs no more work. It still sets the futures, so that nobody hangs, and `raise_failure` raises
+    the exception.
 
     Args:
         device: the device of the tensors.
@@ -39,10 +39,10 @@ class Engine:
     def submit(self, work: Callable[[], T], otherwise: Any = None) -> Future[T]:
         """Queue some work, and return a future of its value, or of `otherwise` after a failure.
 
-        On an accelerator, the work waits for what the current stream was given until now.
+        On an accelerator, the work waits for what is already in the current stream.
         """
         if self._thread is None:
-            # A thread that is not the model's: it ends with the model, whoever drops it.
+            # The thread refers to this engine, not to the model, and ends with the model.
             self._thread = threading.Thread(target=self._run, name="distwrap-comm", daemon=True)
             self._thread.start()
         future: Future[T] = Future() if self._device.type == "cpu" else Future(devices=[self._device])
@@ -50,26 +50,26 @@ class Engine:
         return future
 
     def call(self, work: Callable[[], T]) -> T:
-        """Do some work in turn, wait for it, and return its value.
+        """Queue some work, wait for it, and return its value.
 
         Raises:
-            BaseException: what was raised, in this work or in one before it.
+            BaseException: this work, or earlier work, has failed.
         """
         return self.result(self.submit(work))
 
     def result(self, future: Future[T]) -> T:
-        """Wait for submitted work, and return its value; raises as `call` does."""
+        """Wait for submitted work, and return its value; raise as `call` does."""
         value = future.wait()
         self.raise_failure()
         return value
 
     def raise_failure(self) -> None:
-        """Raise the exception that has ended the work, if there was one."""
+        """Raise the exception of failed work, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> bool:
-        """End the thread, after what is queued; return whether it has ended."""
+        """End the thread after the queued work, and return whether it has ended."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return thread is None
@@ -84,7 +84,7 @@ class Engine:
             with self._stream.current():
                 self._stream.wait(ready)
                 future.set_result(self._done(work, otherwise))
-            del item, work, otherwise, future, ready  # which hold the model's buffers while the thread waits
+            del item, work, otherwise, future, ready  # they would hold the model's buffers while the thread waits
 
     def _done(self, work: Callable[[], Any], otherwise: Any) -> Any:
         if self._failure is None:

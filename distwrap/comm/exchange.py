@@ -1,4 +1,4 @@
-"""The work of an algorithm for one model on one rank, and the models' exchanges of one run together."""
+"""The exchange of one model on one rank, and all exchanges of a run."""
 
 import gc
 from abc import ABC, abstractmethod
@@ -27,21 +27,21 @@ from distwrap.wording import first_names
 if TYPE_CHECKING:
     from distwrap.comm.weights import WeightExchange
 
-_REPORTS = 3  # of gradients that are not finite, for each model
+_REPORTS = 3  # lines about gradients that are not finite, for each model
 
 A = TypeVar("A", bound=Algorithm)
 
 
 class Exchange(ABC, Generic[A]):
-    """Exchange of one model with the other ranks'. Made on every rank, in the same order.
+    """Exchange of one model with the other ranks, made on every rank in the same order.
 
     Attributes:
         algorithm: the options.
-        traffic: what this rank has sent.
-        node: the link between the ranks of this node, where the algorithm is hierarchical; else ``None``.
-        link: the link between the ranks that run the algorithm: all of them, or the nodes' first ones where it is
+        traffic: the count of what this rank has sent.
+        node: the link between the ranks of this node if the algorithm is hierarchical, else ``None``.
+        link: the link between the ranks that run the algorithm: all ranks, or the first rank of each node if it is
             hierarchical; ``None`` on the other ranks of a node.
-        nnodes: how many ranks, or nodes, run the algorithm.
+        nnodes: the number of ranks, or of nodes, that run the algorithm.
         reports: how often this rank's gradients were not finite.
     """
 
@@ -69,7 +69,7 @@ class Exchange(ABC, Generic[A]):
         self._exchanges.add(self)
 
     def between(self, world: World, ranks: list[int], *, crosses_nodes: bool = True) -> Link | None:
-        """Make a link between some ranks; every rank of the world calls this. ``None`` where this one is not in it."""
+        """Make a link between some ranks; every rank calls this. Return ``None`` if this one is not among them."""
         group = back = None
         if len(ranks) > 1:
             timeout = timedelta(seconds=world.options.timeout)
@@ -83,26 +83,26 @@ class Exchange(ABC, Generic[A]):
 
     @property
     def runs(self) -> bool:
-        """Whether a thread works in the background that ends only together with the other ranks'."""
+        """Whether a background thread runs that ends only together with those of the other ranks."""
         return False
 
     @property
     def model(self) -> DistributedModel | None:
-        """The wrapped model, while somebody holds it."""
+        """The wrapped model, or ``None`` when nothing refers to it any more."""
         return self._model()
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer that the loop steps."""
+        """Return the optimizer for the loop to step."""
         return optimizer
 
     def paused(self) -> AbstractContextManager[None]:
-        """Stop the work in the background for the time of a ``with``."""
+        """Stop the background work within a ``with``."""
         return nullcontext()
 
     def submit(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Queue one of DDP's buckets; the future has its buffer when that holds the mean.
+        """Queue one of DDP's buckets, and return a future of its buffer with the mean.
 
-        What the model's thread has met is raised at the end of this backward, after DDP's own end of it.
+        A failure in the model's thread is raised at the end of this backward, after DDP's own callback.
         """
         if current_backward() == -1:
             self.engine.raise_failure()  # in Join, which calls the hook for a rank that is out of data
@@ -112,10 +112,10 @@ class Exchange(ABC, Generic[A]):
 
     @abstractmethod
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Queue a bucket of gradients; the future has its buffer when that holds the mean."""
+        """Queue a bucket of gradients, and return a future of its buffer with the mean."""
 
     def report(self, names: list[str]) -> None:
-        """Print that this rank's gradients are not finite."""
+        """Print which gradients of this rank are not finite."""
         self.reports += 1
         if self.reports <= _REPORTS:
             say(
@@ -125,27 +125,27 @@ class Exchange(ABC, Generic[A]):
             )
 
     def keep_groups(self) -> None:
-        """Leave the groups to the end of the process: a thread is still inside one."""
+        """Keep the process groups until the process ends, since a thread is still inside one."""
         self._groups = []
 
     def close(self) -> None:
-        """End the thread, and let go of the groups where no other rank need take part."""
+        """End the thread, and destroy the groups if this needs no other rank."""
         self._exchanges.remove(self)
         if not self.engine.close() or ENDS_GROUPS_LOCKED:
             self.keep_groups()
         groups, self._groups = self._groups, []
         for group in groups:
             if group is not None and dist.is_initialized():
-                with suppress(ValueError):  # of a group that went with the world's
+                with suppress(ValueError):  # the group was destroyed with the world's
                     if dist.get_backend(group) == "gloo":
                         dist.destroy_process_group(group)
 
 
 class RunExchanges(RunPart):
-    """Exchanges of the models of one run, in the order in which the models were wrapped.
+    """Exchanges of all models of a run, in the order in which the models were wrapped.
 
     Attributes:
-        of_weights: those of models whose ranks hold different weights; they act around optimizer steps.
+        of_weights: exchanges of models whose ranks hold different weights; they act around optimizer steps.
     """
 
     def __init__(self, world: World) -> None:
@@ -155,13 +155,13 @@ class RunExchanges(RunPart):
         self._scaling = world.part(LossScaling)
 
     def add(self, exchange: Exchange[Any]) -> None:
-        """Note a new exchange."""
+        """Add a new exchange."""
         self._exchanges.append(exchange)
 
     def watch_steps(self, exchange: "WeightExchange[Any]") -> None:
-        """Tell an exchange of all optimizers' steps.
+        """Call an exchange before and after the steps of all optimizers.
 
-        torch's hooks stay until the end of the run: one that goes while torch runs them, as a model may, breaks them.
+        torch's hooks stay until the run ends, because removing one while torch runs the hooks breaks them.
         """
         self.of_weights.append(exchange)
         if not self._handles:
@@ -172,16 +172,16 @@ class RunExchanges(RunPart):
             self._scaling.on_skipped.append(self._skipped_step)
 
     def remove(self, exchange: Exchange[Any]) -> None:
-        """Forget an exchange that is closed."""
+        """Remove a closed exchange."""
         for exchanges in (self._exchanges, self.of_weights):
             if exchange in exchanges:
                 exchanges.remove(exchange)  # type: ignore[arg-type]
 
     def close_unused(self) -> None:
-        """Close the exchanges of models that nobody holds any more.
+        """Close the exchanges of models to which nothing refers any more.
 
-        This waits for the next model: a garbage collection, which finds such a model, comes in any thread and anywhere,
-        also in the middle of making a group.
+        This is left to the next wrapped model, since garbage collection may happen in any thread and at any point, also
+        while a group is being made.
         """
         for exchange in list(self._exchanges):
             if exchange.model is None and not exchange.runs:
@@ -203,11 +203,11 @@ class RunExchanges(RunPart):
                 stack.callback(exchange.close)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return what exchanges of weights hold beside weights and optimizers, one dict for each model."""
+        """Return the state of each exchange of weights without weights and optimizers, one dict for each model."""
         return [{"algorithm": _name(exchange), **exchange.state_dict()} for exchange in self._held()]
 
     def load_states(self, states: list[dict[str, Any]]) -> None:
-        """Go on from the states of a checkpoint. Under another algorithm they are left out, and a line says so."""
+        """Load the states of a checkpoint. If the algorithm has changed, print a line and leave them out."""
         exchanges = self._held()
         saved, present = [state["algorithm"] for state in states], [_name(exchange) for exchange in exchanges]
         if saved == present:
@@ -223,7 +223,7 @@ class RunExchanges(RunPart):
 
     def _held(self) -> "list[WeightExchange[Any]]":
         if len(self.of_weights) > 1:
-            gc.collect()  # a model that nobody holds may still be there, on one rank and not on another
+            gc.collect()  # an unused model may still exist on one rank and not on another
         return [exchange for exchange in self.of_weights if exchange.model is not None]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -235,7 +235,7 @@ class RunExchanges(RunPart):
             exchange.after(optimizer)
 
     def _skipped_step(self, optimizer: Optimizer) -> None:
-        """Count a step that fp16 has skipped on this rank: the others may have taken it."""
+        """Count a step that fp16 has skipped on this rank, as other ranks may have taken it."""
         self._before_step(optimizer, (), {})
         self._after_step(optimizer, (), {})
 

@@ -1,4 +1,4 @@
-"""Gradients of a backward: DDP hands them over bucket by bucket, and the model's thread averages them in this order.
+"""Exchange of gradients: DDP submits its buckets in a backward, and the model's thread averages them in order.
 
 Source: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
@@ -23,14 +23,14 @@ from distwrap.precision import LossScaling
 
 
 class GradientAlgorithm(Algorithm):
-    """Algorithm in which the ranks average gradients, in full or in part, and hold the same weights."""
+    """Algorithm in which ranks average gradients, all or some, and hold the same weights."""
 
     @abstractmethod
     def averager(self, link: Link, device: torch.device) -> Averager:
         """Return a new averager for one model."""
 
     def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
-        """Return the optimizer that the loop steps; `averager` is ``None`` on a node's ranks but its first."""
+        """Return the optimizer for the loop to step; `averager` is ``None`` on all but the first rank of a node."""
         return optimizer
 
     def attach(self, model: DistributedModel, world: World) -> GradientExchange:
@@ -53,7 +53,7 @@ class GradientExchange(Exchange[GradientAlgorithm]):
         values, scaler = bucket.buffer(), self._scaling.scaler if self._scaling.is_scaled else None
         item = Bucket(values, cast("list[nn.Parameter]", bucket.parameters()), bucket.gradients(), name_of=self._names)
         if scaler is None:
-            item.report = self.report  # fp16 has such numbers now and then, and skips the step
+            item.report = self.report  # fp16 skips such steps, so they are not reported
         elif self._averager is not None and self._averager.wants_scale:
             item.scale = scaler.get_scale()
         return self.engine.submit(partial(self._average, item), otherwise=values)
@@ -64,7 +64,7 @@ class GradientExchange(Exchange[GradientAlgorithm]):
             self.node.to_first(values)
             values.mul_(self.nnodes / self.world_size)
         if self.link is not None and any(parameter.is_complex() for parameter in bucket.parameters[:1]):
-            self.link.mean(values)  # in full: DDP's views are those of real numbers
+            self.link.mean(values)  # uncompressed, since DDP's views of complex numbers are real
         elif self._averager is not None:
             self._averager.average(bucket)
         if self.node is not None:

@@ -1,4 +1,4 @@
-"""Collectives over a process group of one model's own, with a count of the bytes that go through it."""
+"""Collectives over a process group for one model, with a count of the bytes sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Traffic:
     """Bytes and messages that one rank has sent for one model.
 
     Attributes:
-        sent: bytes of tensors to other ranks, without the headers of the network's protocols.
-        between_nodes: those of them that leave the node, where the algorithm is hierarchical; else all of them.
+        sent: bytes of tensors sent to other ranks, without the headers of network protocols.
+        between_nodes: bytes that leave the node if the algorithm is hierarchical, else all bytes.
         exchanges: the number of collectives and messages.
     """
 
@@ -31,24 +31,24 @@ def real_numbers(x: torch.Tensor) -> torch.Tensor:
 
 
 class Link:
-    """Collectives over some ranks; each waits for its end. With one rank, none does anything.
+    """Collectives over some ranks. Methods wait for the end, and do nothing with one rank.
 
-    A ring all-reduce sends 2(n-1)/n of a tensor's bytes, an all-gather (n-1) times its input's, and so the others are
-    counted too. Source: https://docs.pytorch.org/docs/stable/distributed.html.
+    Bytes are counted as a ring algorithm sends them: 2(n-1)/n of the tensor in an all-reduce, (n-1) times the input in
+    an all-gather. Source: https://docs.pytorch.org/docs/stable/distributed.html.
 
-    With a second group, messages to higher ranks go through the first one, and those to lower ranks through the second:
-    gloo has one connection between two ranks, and messages that cross on it take up to twice the time.
+    With a second group, messages to higher ranks use the first group, and those to lower ranks the second: gloo has one
+    connection between two ranks, and messages in both directions take up to twice the time.
 
     Args:
-        group: the process group of the ranks; ``None`` where there is one rank only.
+        group: the process group of the ranks; ``None`` with one rank.
         back: a second group of the same ranks, or ``None``.
         ranks: the global ranks, in order.
         me: this process's global rank.
-        traffic: the count to which is added.
+        traffic: the count to add to.
         crosses_nodes: whether the ranks are on several nodes.
 
     Attributes:
-        rank: this process's place among the ranks.
+        rank: this process's index among the ranks.
         size: the number of ranks.
     """
 
@@ -65,18 +65,18 @@ class Link:
         self._all_reduce(x, dist.ReduceOp.SUM)
 
     def mean(self, x: torch.Tensor) -> None:
-        """Replace `x` by the mean over the ranks; divided first, as DDP does, so that a sum cannot overflow."""
+        """Replace `x` by the mean over the ranks. It is divided first, as in DDP, so the sum cannot overflow."""
         x.mul_(1.0 / self.size)
         self.sum(x)
 
     def least(self, value: int, device: torch.device) -> int:
-        """Return the least of the ranks' numbers."""
+        """Return the minimum of a number over the ranks."""
         tensor = torch.tensor([value], dtype=torch.int32, device=device)
         self._all_reduce(tensor, dist.ReduceOp.MIN)
         return int(tensor.item())
 
     def begin_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Any:
-        """Send the n-th row to the n-th rank, and receive one from each; both of shape (ranks, …).
+        """Start to send row n to rank n, and to receive a row from each rank; both have shape (ranks, …).
 
         Returns an object with a ``wait()``.
         """
@@ -85,7 +85,7 @@ class Link:
         )
 
     def begin_all_gather(self, received: torch.Tensor, own: torch.Tensor) -> Any:
-        """Receive every rank's tensor, in rank order, into one of as many numbers each.
+        """Start to receive every rank's tensor, in rank order, into one flat tensor.
 
         Returns an object with a ``wait()``.
         """
@@ -95,21 +95,21 @@ class Link:
         )
 
     def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
-        """Receive every rank's tensor, and wait for it."""
+        """Receive every rank's tensor, and wait for the end."""
         self.begin_all_gather(received, own).wait()
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        """Send a tensor to each of some ranks and receive one from each of some, by their places here."""
+        """Send and receive tensors; both dicts have them by the other rank's index in the link."""
         self._send_and_receive(outgoing, incoming).wait()
 
     def to_first(self, x: torch.Tensor) -> None:
-        """Replace `x` on the first rank by the sum; what it is then on the others is undefined."""
+        """Replace `x` on the first rank by the sum. On the other ranks it is undefined afterwards."""
         if self.size > 1:
             self._count(x.nbytes if self.rank else 0)
             dist.reduce(real_numbers(x), self._ranks[0], group=self._group)
 
     def from_first(self, x: torch.Tensor) -> None:
-        """Replace `x` by the first rank's."""
+        """Replace `x` by that of the first rank."""
         if self.size > 1:
             self._count(0 if self.rank else (self.size - 1) * x.nbytes)
             dist.broadcast(real_numbers(x), self._ranks[0], group=self._group)
@@ -120,12 +120,12 @@ class Link:
             dist.all_reduce(real_numbers(x), op=operation, group=self._group)
 
     def _begin(self, received: list[torch.Tensor], sent: list[torch.Tensor], collective: Callable[[], Any]) -> Any:
-        """Send a row to each rank and receive one from each: by a collective, or by messages over two groups."""
+        """Start to exchange rows with all ranks: by a collective, or by messages over two groups."""
         if self.size > 1 and self._back is None:
             self._count((self.size - 1) * sent[0].nbytes)
             return collective()
         received[self.rank].copy_(sent[self.rank])
-        # The next rank comes first, so that not all send to the same one at once.
+        # Each rank starts with the next rank, so that they do not all send to the same one at once.
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         return self._send_and_receive({to: sent[to] for to in others}, {by: received[by] for by in reversed(others)})
 
@@ -136,7 +136,7 @@ class Link:
             sends = [dist.P2POp(dist.isend, x, self._ranks[to], self._group) for to, x in outgoing.items()]
             receives = [dist.P2POp(dist.irecv, x, self._ranks[by], self._group) for by, x in incoming.items()]
             return _Works(dist.batch_isend_irecv(sends + receives) if sends or receives else [])
-        self._messages = tag = (self._messages + 1) % (1 << 30)  # names the exchange, the same on all ranks
+        self._messages = tag = (self._messages + 1) % (1 << 30)  # identifies the exchange, and is the same on all ranks
         works = _Works()
         for to, x in outgoing.items():
             works.append(dist.isend(x, self._ranks[to], self._group if to > self.rank else self._back, tag))
@@ -151,9 +151,9 @@ class Link:
 
 
 class _Works(list[Any]):
-    """Several messages under way."""
+    """Handles of several messages."""
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all messages."""
         for work in self:
             work.wait()

@@ -1,6 +1,7 @@
-"""Many steps without exchange, then a mean of the weights.
+"""Train many steps without exchange, then average the weights.
 
-Source: https://arxiv.org/abs/1805.09767, algorithm 1; with a warm-up, post-local SGD, https://arxiv.org/abs/1808.07217.
+Source: https://arxiv.org/abs/1805.09767, algorithm 1. With a warm-up it is post-local SGD,
+https://arxiv.org/abs/1808.07217.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ class _LocalSGD(WeightExchange["LocalSGD"]):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(WeightAlgorithm):
-    """Mean of the weights every `sync_every` optimizer steps, with any optimizer; its state stays each rank's own."""
+    """Mean of the weights every `sync_every` steps of any optimizer. Each rank keeps its optimizer state."""
 
     exchange_class = _LocalSGD
     sync_every: int = option(8, whole(1))

@@ -1,4 +1,4 @@
-"""Weights averaged with two neighbours on a ring, of which only quantised differences travel.
+"""Average weights with two neighbours on a ring, and send only quantised differences.
 
 Source: https://arxiv.org/abs/1803.06443 (difference compression); Bagua's ``LowPrecisionDecentralizedAlgorithm``.
 """
@@ -15,7 +15,7 @@ from distwrap.comm.codecs import MinMax8
 
 
 class _Ring(WeightExchange["LowPrecisionDecentralized"]):
-    """Exchange that keeps the weights known of this rank and of its neighbours: the same numbers on both sides."""
+    """Exchange with copies of the weights that this rank and its neighbours know of each other."""
 
     _known: Sequence[torch.Tensor] = ()  # own, left, right
 
@@ -53,9 +53,9 @@ class _Ring(WeightExchange["LowPrecisionDecentralized"]):
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionDecentralized(WeightAlgorithm):
-    """Mean of a rank's weights and both neighbours' after each step, plus the rank's own progress.
+    """Mean of the weights of a rank and its two neighbours after each step, plus the rank's progress.
 
-    Sends two bytes a weight, whatever the number of ranks; keeps three copies of the weights.
+    Each rank sends two bytes a weight, whatever the number of ranks, and keeps three copies of the weights.
 
     Args:
         communication_interval: optimizer steps between two exchanges.

@@ -1,7 +1,7 @@
-"""Gradients as products of two thin matrices.
+"""Send gradients as products of two thin matrices.
 
-Source: https://arxiv.org/abs/1905.13727, algorithms 1 and 2, with warm start. torch's own hook starts a collective from
-another one's callback, which hangs on gloo with several buckets; here the model's thread has them in one order.
+Source: https://arxiv.org/abs/1905.13727, algorithms 1 and 2, with warm start. torch's own hook starts a collective in
+the callback of another one, which hangs on gloo with several buckets. Here the model's thread runs them in one order.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from distwrap.comm.residuals import Residuals
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(GradientAlgorithm):
-    """The mean of the gradients' low-rank approximations, with error feedback.
+    """Mean of low-rank approximations of the gradients, with error feedback.
 
-    A matrix of n·m gradients travels as (n + m)·rank numbers, where that is less than half; vectors travel whole.
+    A matrix of n·m gradients is sent as (n + m)·rank numbers if these are less than half; vectors are sent whole.
 
     Args:
         rank: the rank of the approximation.
@@ -33,7 +33,7 @@ class PowerSGD(GradientAlgorithm):
 
 
 class LowRankMean(Averager):
-    """Averager of low-rank approximations: one all-reduce of vectors and left factors, one of right factors."""
+    """Averager of low-rank approximations: one all-reduce for vectors and left factors, one for right factors."""
 
     wants_scale = True
 
@@ -41,7 +41,7 @@ class LowRankMean(Averager):
         self._link, self._rank = link, rank
         self._random = torch.Generator().manual_seed(seed)
         self._residuals = Residuals()
-        self._right: dict[int, torch.Tensor] = {}  # by parameter: the last step's right factor, where this one begins
+        self._right: dict[int, torch.Tensor] = {}  # by parameter: right factors of the last step, to start the next
 
     def average(self, bucket: Bucket) -> None:
         if self._link.size == 1 or not bucket.values.numel():

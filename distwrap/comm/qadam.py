@@ -1,14 +1,14 @@
-"""Adam whose ranks exchange only the momentum, in 8 bits or in 1.
+"""Adam whose ranks exchange only the momentum, in 8 bits or 1 bit.
 
-Source: https://arxiv.org/abs/2102.02888, algorithm 1. Of Bagua's ``QAdamAlgorithm`` four defects are not copied: the
-bias correction of the variance went on growing after the variance was frozen; the weight decay ended with the warm-up;
-the first group's betas were taken for all; nothing was fed back.
+Source: https://arxiv.org/abs/2102.02888, algorithm 1. Four defects of Bagua's ``QAdamAlgorithm`` are avoided: the bias
+correction kept growing after the variance was frozen; weight decay ended with the warm-up; all groups used the betas of
+the first; there was no error feedback.
 
-A momentum is coded in units of the frozen denominator, that is, of how far it moves its weight. Coded as it is, the
-error of a block would be divided by the tiny denominator of a weight that hardly ever has a gradient. Of such a weight
-the variance was frozen too early: once its gradients come, the momentum is a thousand times the denominator. It is held
-to what Adam's own variance would allow (https://arxiv.org/abs/1412.6980, section 2.1); without that one such weight
-coarsens the codes of its block until the loss is NaN.
+A momentum is encoded divided by the frozen denominator, as a movement of its weight. Otherwise the codec's error in a
+block would be divided by the tiny denominator of a weight that rarely has a gradient. The variance of such a weight was
+frozen too early: when its gradients come, the momentum is a thousand times the denominator. It is clamped to what
+Adam's own variance would allow (https://arxiv.org/abs/1412.6980, section 2.1). Without the clamp, one such weight makes
+the codes of its block so coarse that the loss becomes NaN.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from distwrap.group.world import World, current_world, say
 from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
 
-_STEPS = "qadam_steps"  # in a parameter group, so that it is saved with the optimizer's state
+_STEPS = "qadam_steps"  # a key of parameter groups, which are saved with the optimizer's state
 
 
 @dataclass(frozen=True, kw_only=True)
 class QAdam(GradientAlgorithm):
-    """Plain Adam while it warms up; then a frozen variance, and the mean of momenta in few bits.
+    """Plain Adam during the warm-up, then a frozen variance and the mean of momenta in few bits.
 
-    Give the optimizer, ``Adam`` or ``AdamW``, to `wrap_optimizer`. In one process it stays plain Adam.
+    Pass the optimizer, ``Adam`` or ``AdamW``, to `wrap_optimizer`. In one process it stays plain Adam.
 
     Args:
-        warmup_steps: steps of plain Adam, with gradients in full; some 20 % of all, until the variance is stable.
-        bits: 8, a quarter of the bytes; or 1, a thirty-second, with error feedback on both ways.
-        error_feedback: whether the 8-bit form feeds its errors back.
+        warmup_steps: steps of plain Adam with full gradients, until the variance is stable; some 20 % of all steps.
+        bits: 8, for a quarter of the bytes; or 1, for a thirty-second, always with error feedback.
+        error_feedback: whether errors of the 8-bit codec are added to the next step.
     """
 
     needs_optimizer_state: ClassVar[bool] = True
@@ -71,15 +71,15 @@ class QAdam(GradientAlgorithm):
 
 
 class _QAdamExchange(GradientExchange):
-    """Exchange in which a backward may add to what an earlier one of the same step has averaged.
+    """Exchange in which a backward may add to the average of an earlier one in the same step.
 
-    After the warm-up that is a momentum. Before something is added, it becomes the gradient of which it would be made.
+    After the warm-up this average is a momentum, which is turned back into a gradient before the addition.
     """
 
     def __init__(self, algorithm: QAdam, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
         self._warmup, self._averages = algorithm.warmup_steps, 0
-        self._before: dict[int, tuple[int, int]] = {}  # averages and steps until a parameter's last gradient
+        self._before: dict[int, tuple[int, int]] = {}  # averages and steps at a parameter's last gradient
         self._handles: list[Any] = []
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -105,7 +105,7 @@ class _QAdamExchange(GradientExchange):
 
     @torch.no_grad()
     def _add(self, optimizer: QAdamOptimizer, index: int, parameter: Any) -> None:
-        """Let a gradient be added to a parameter's; runs in a backward, just before that."""
+        """Prepare ``.grad`` for the addition of a gradient; runs in a backward, just before the addition."""
         group = optimizer.param_groups[index]
         steps, content = optimizer.steps_of(group), parameter.grad
         averages, then = self._before.get(id(parameter), (self._averages, steps))
@@ -139,7 +139,7 @@ class _Momenta(Averager):
         self._place_of: dict[int, tuple[QAdamOptimizer, int]] = {}  # load_state_dict() replaces an optimizer's groups
 
     def serve(self, optimizer: QAdamOptimizer) -> None:
-        """Turn the gradients of an optimizer's parameters into its momenta, once it is warm."""
+        """Note an optimizer, whose gradients become momenta after the warm-up."""
         for index, group in enumerate(optimizer.param_groups):
             self._place_of.update({id(parameter): (optimizer, index) for parameter in group["params"]})
 
@@ -168,14 +168,14 @@ class _Momenta(Averager):
             denominators.append(state["denominator"])
             limits.append(bucket.scale * optimizer.largest_momentum(group))
         foreach("div_", bucket.views, denominators)
-        bucket.values.nan_to_num_(nan=math.nan, posinf=math.nan, neginf=math.nan)  # an overflow is not to be held
+        bucket.values.nan_to_num_(nan=math.nan, posinf=math.nan, neginf=math.nan)  # the clamp would hide an overflow
         for view, limit in zip(bucket.views, limits, strict=True):
             view.clamp_(-limit, limit)
         self._mean.average(bucket)
         foreach("mul_", bucket.views, denominators)
 
     def _find(self, parameter: torch.Tensor) -> tuple[QAdamOptimizer, dict[str, Any]]:
-        """Return a parameter's optimizer, and its group there."""
+        """Return the optimizer of a parameter, and its group."""
         if id(parameter) not in self._place_of:
             raise ModelError(
                 "comm='qadam' exchanges Adam's momentum, and it does not know the optimizer of this parameter. "
@@ -187,15 +187,15 @@ class _Momenta(Averager):
 
 
 class QAdamOptimizer(Optimizer):
-    """Adam whose variance is frozen after `warmup_steps`, when gradients come as averaged momenta.
+    """Adam whose variance is frozen after `warmup_steps`, when gradients are averaged momenta.
 
-    Shares parameter groups and state with the optimizer that it was made of. After the warm-up a step is
-    lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵀ) + ε) with v as it was after the T-th step, and no longer than Adam's can be,
-    lr · max(1, (1 - β₁) / √(1 - β₂)). What never had a gradient until then, whose v is 0, is not trained any more: its
-    momentum is the codec's noise.
+    It shares parameter groups and state with the original optimizer. After the warm-up a step is lr / (1 - β₁ᵗ) · m /
+    (√v / √(1 - β₂ᵀ) + ε), with v of the T-th step, and at most as long as Adam's longest, lr · max(1, (1 - β₁) / √(1 -
+    β₂)). Weights without a gradient until then, whose v is 0, are no longer trained, since their momentum is noise of
+    the codec.
 
     Raises:
-        OptionError: it is no Adam, or one whose options are not in the formula.
+        OptionError: the optimizer is not Adam, or has options that are not in the formula.
     """
 
     def __init__(self, adam: Optimizer, warmup_steps: int) -> None:
@@ -211,7 +211,7 @@ class QAdamOptimizer(Optimizer):
         self.state = adam.state
 
     def steps_of(self, group: dict[str, Any]) -> int:
-        """Return the number of steps that a group has taken, also as plain Adam."""
+        """Return the number of steps of a group, with those of plain Adam."""
         if _STEPS not in group:
             states = (self.state.get(parameter, {}) for parameter in group["params"])
             group[_STEPS] = max((int(state["step"]) for state in states if "step" in state), default=0)
@@ -261,14 +261,14 @@ class QAdamOptimizer(Optimizer):
         foreach("addcdiv_", parameters, momenta, denominators, value=-lr / (1 - beta1**step))
 
     def frozen_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state with the denominator √v / √(1 - β₂ᵀ) + ε of the end of the warm-up."""
+        """Return the state of a parameter, with the denominator √v / √(1 - β₂ᵀ) + ε at the end of the warm-up."""
         state = self._state_of(parameter)
         if "denominator" not in state:
             state["denominator"] = self._denominators([state["exp_avg_sq"]], group, self._warmup)[0]
         return state
 
     def largest_momentum(self, group: dict[str, Any]) -> float:
-        """Return the largest m / (√v / √(1 - β₂ᵀ) + ε) with which the next step is no longer than Adam's can be."""
+        """Return the limit of m / (√v / √(1 - β₂ᵀ) + ε), with which a step is as long as Adam's longest."""
         beta1, beta2 = group["betas"]
         step = self.steps_of(group) + 1
         return float(max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) * (1 - beta1**step))

@@ -1,4 +1,4 @@
-"""Error feedback: the error of what a rank has sent in this step is added to what it sends in the next.
+"""Error feedback: the error of what a rank sends in a step is added to what it sends in the next.
 
 Source: https://arxiv.org/abs/1901.09847, algorithm 2.
 """
@@ -9,7 +9,7 @@ from distwrap.comm.base import Bucket
 
 
 class Residuals:
-    """Errors, one float32 a gradient, kept with their parameters, since DDP rearranges buckets after the first step."""
+    """Errors, one float32 a gradient, kept by parameter, since DDP rearranges buckets after the first step."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[int, ...], torch.Tensor] = {}
@@ -17,7 +17,7 @@ class Residuals:
         self._scales: dict[tuple[int, ...], float] = {}
 
     def of(self, bucket: Bucket) -> torch.Tensor:
-        """Return the errors of a bucket, flat, to be changed in place, in the scale of its gradients."""
+        """Return the flat errors of a bucket, in the scale of its gradients, to change in place."""
         key = bucket.key
         if key not in self._flat:
             self._rearrange(bucket)
@@ -34,7 +34,7 @@ class Residuals:
             if id(parameter) in self._parts:
                 part.copy_(self._parts[id(parameter)])
             self._parts[id(parameter)] = part
-        # All buckets of a step have the same scale, so an old one's is the one in which its numbers are.
+        # All buckets of a step have the same scale, so that of any old bucket is right.
         scale = next((self._scales[old] for old in self._flat if parameters.intersection(old)), bucket.scale)
         for old in [old for old in self._flat if parameters.issuperset(old)]:
             del self._flat[old], self._scales[old]

@@ -1,4 +1,4 @@
-"""The largest gradients alone, averaged.
+"""Average only the largest gradients.
 
 Source: https://arxiv.org/abs/1809.07599 (sparsified SGD with memory).
 """
@@ -16,12 +16,12 @@ from distwrap.comm.residuals import Residuals
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(GradientAlgorithm):
-    """The mean of each rank's largest gradients; the others wait, added up, until they are among the largest.
+    """Mean of the largest gradients of each rank. Others are added up until they are among the largest.
 
-    Each rank sends 8 bytes for each chosen gradient to every other rank, so what is sent grows with the ranks.
+    Each rank sends 8 bytes for each chosen gradient to every other rank, so the traffic grows with the number of ranks.
 
     Args:
-        ratio: the part of a bucket that is sent, above 0 and at most 1.
+        ratio: the part of a bucket to send, above 0 and at most 1.
     """
 
     ratio: float = option(0.01, fraction())
@@ -31,7 +31,7 @@ class TopK(GradientAlgorithm):
 
 
 class LargestMean(Averager):
-    """Averager of the largest gradients: one all-gather a bucket, of places and values."""
+    """Averager of the largest gradients, with one all-gather of indices and values a bucket."""
 
     wants_scale = True
 
@@ -51,7 +51,7 @@ class LargestMean(Averager):
             residual.copy_(x)
             residual[places] = 0.0
         else:
-            bucket.complain()  # and nothing of this step is kept
+            bucket.complain()  # the residual keeps nothing of this step
         own = torch.stack([places.int(), chosen.view(torch.int32)])
         everyones = torch.empty(2 * link.size, count, dtype=torch.int32, device=x.device)
         link.all_gather(everyones, own)

@@ -1,6 +1,6 @@
-"""Weights of replicas that train on their own, and are brought together around the optimizer's steps.
+"""Exchange of the weights of replicas that train on their own, around the optimizer's steps.
 
-A node, where the algorithm is hierarchical, is one replica: its ranks average gradients as under DDP.
+If the algorithm is hierarchical, a node is one replica: its ranks average gradients as under DDP.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import parameters_of
 
-_FEW_BY_HAND, _MOST_BY_HAND = 2, 32  # changes in a row without a step: where there was none ever, and in any case
-_STEPS_TO_COMPARE = 64  # in which another rank, which may be slower, tells of its weights; or else at the end
+_FEW_BY_HAND, _MOST_BY_HAND = 2, 32  # changes by hand in a row: before any step, and at any time
+_STEPS_TO_COMPARE = 64  # steps for slower ranks to publish their weights; else at the end
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightAlgorithm(Algorithm):
-    """Algorithm in which the ranks hold different weights, which are brought together now and then.
+    """Algorithm in which ranks hold different weights, and average them now and then.
 
     Args:
-        warmup_steps: optimizer steps in which gradients are averaged, as under DDP.
+        warmup_steps: optimizer steps that average gradients, as under DDP.
 
     Attributes:
-        exchange_class: the class that does the work for one model; a subclass names its own.
+        exchange_class: the class of the exchange of one model; each subclass has its own.
     """
 
     warmup_steps: int = option(0, whole(0))
@@ -55,13 +55,14 @@ class WeightAlgorithm(Algorithm):
 
 
 class FlatWeights:
-    """Some parameters, read and written as one tensor.
+    """Parameters that are read and written as one tensor.
 
     Args:
-        parameters: of floating-point or complex types, in the same order on every rank. A complex one is two numbers.
+        parameters: parameters of floating-point or complex types, in the same order on every rank. A complex number
+            counts as two.
 
     Attributes:
-        dtype: the type of that tensor: float32, or float64 where a parameter has it.
+        dtype: the type of that tensor: float64 if a parameter has it, else float32.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -94,16 +95,16 @@ W = TypeVar("W", bound=WeightAlgorithm)
 
 
 class WeightExchange(Exchange[W]):
-    """Exchange of one model's weights, around the steps of whatever optimizers hold them.
+    """Exchange of one model's weights, around the steps of its optimizers.
 
-    In a step each weight is changed at most once: by one optimizer, or by several, one after the other. It ends when as
-    many weights have changed as in the step before, at first all, or when one is about to change again.
+    In a step each weight changes at most once, by one of several optimizers. The step ends when as many weights have
+    changed as in the step before (at first: all), or when a weight is about to change again.
 
     Attributes:
         everyone: the link between all ranks.
-        weights: the model's trained weights, to read and to write.
-        steps: the number of steps until now.
-        alike: whether the ranks hold the same weights now, as far as is known here.
+        weights: the trained weights of the model.
+        steps: the number of steps so far.
+        alike: whether all ranks now hold the same weights, as far as this rank knows.
     """
 
     def __init__(self, algorithm: W, model: DistributedModel, world: World) -> None:
@@ -120,9 +121,9 @@ class WeightExchange(Exchange[W]):
         self._named = [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
         self.weights = FlatWeights([parameter for _, parameter in self._named])
         self._places = {id(parameter): place for place, parameter in enumerate(self.weights.parameters)}
-        self._stepped: frozenset[int] = frozenset()  # the places of the weights that have changed in this step
-        self._usual = frozenset(self._places.values())  # and in the one before
-        self._latest, self._held = 0, self._stepped  # the id of the optimizer that began to step last, and its places
+        self._stepped: frozenset[int] = frozenset()  # indices of the weights that have changed in this step
+        self._usual = frozenset(self._places.values())  # and in the step before
+        self._latest, self._held = 0, self._stepped  # the last optimizer that began a step (id), its indices
         self._by_hand, self._seen = 0, ""
         self._comparison: Comparison[str] | None = None
         if world.channel is not None:
@@ -136,31 +137,31 @@ class WeightExchange(Exchange[W]):
         self._exchanges.watch_steps(self)
         self._tell_model()
 
-    # What subclasses do, on every rank, in the training thread
+    # For subclasses, on every rank, in the training thread
 
     def begin(self) -> None:
-        """Prepare for the first step without averaged gradients; all ranks hold the same weights."""
+        """Prepare for the first step without averaged gradients, when all ranks hold the same weights."""
 
     def before_step(self) -> None:
         """Act before an optimizer step."""
 
     @abstractmethod
     def after_step(self, step: int) -> None:
-        """Act after an optimizer step, the `step`-th since gradients are no longer averaged, from 1."""
+        """Act after an optimizer step; `step` counts from 1 after the warm-up."""
 
     def settle(self) -> None:
-        """Bring what is under way to an end, with the other ranks; weights may change."""
+        """Finish pending exchanges together with the other ranks; weights may change."""
 
     def loaded(self) -> None:
-        """Take note that the model was given other weights, by ``load_state_dict``, and will go on from there."""
+        """Act after ``load_state_dict`` of the model, from whose weights training goes on."""
 
     def brought_together(self) -> None:
-        """Take note that all ranks hold the same weights now, and will go on from there."""
+        """Act when all ranks hold the same weights, from which training goes on."""
 
     # Steps
 
     def before(self, optimizer: Optimizer) -> None:
-        """Act before any optimizer's step."""
+        """Act before the step of any optimizer."""
         keys = parameters_of(optimizer) if self.model is not None else ()
         held = frozenset(self._places[key] for key in keys if key in self._places)
         if held:
@@ -176,8 +177,8 @@ class WeightExchange(Exchange[W]):
             self.before_step()
 
     def after(self, optimizer: Optimizer) -> None:
-        """Act after any optimizer's step."""
-        if self._latest != id(optimizer):  # it holds no weights, or has stepped by another one, which was counted
+        """Act after the step of any optimizer."""
+        if self._latest != id(optimizer):  # it holds no weights, or its step was counted by an inner one
             return
         self._latest = 0
         self._stepped, self._by_hand, self._seen = self._stepped | self._held, 0, ""
@@ -195,7 +196,7 @@ class WeightExchange(Exchange[W]):
         self._tell_model()
 
     def compare(self, position: str, held: list[Held]) -> None:
-        """Compare tensors that must be alike on all ranks when they have come to a position; waits for nobody."""
+        """Compare tensors that must be equal on all ranks at a position; does not wait for other ranks."""
         if self._comparison is not None:
             self._comparison.tell(position, held)
 
@@ -207,7 +208,7 @@ class WeightExchange(Exchange[W]):
         )
 
     def _on_gradient(self) -> None:
-        """Count the gradients before which weights were changed by no optimizer; runs in a backward."""
+        """Count gradients before which the weights were changed without an optimizer; runs in a backward."""
         weight = self.weights.parameters[-1]
         seen = str(version_of(weight)) if self.steps else f"{version_of(weight)} {weight.detach().sum().item()}"
         self._by_hand += self._seen not in ("", seen)
@@ -216,17 +217,17 @@ class WeightExchange(Exchange[W]):
             self._refuse_updates_by_hand()
 
     def wait(self) -> None:
-        """Look at what can be told of the weights as the run ends, or a call in it.
+        """Check the weights at the end of the run, or of a call in it.
 
         Raises:
-            ModelError: ranks did not begin alike, or the weights were trained by hand.
+            ModelError: ranks started with different weights, or weights were updated by hand.
         """
         if self._comparison is not None:
             self._comparison.finish()
         self._refuse_updates_by_hand()
 
     def _refuse_updates_by_hand(self) -> None:
-        """Refuse weights that were changed from gradient to gradient, without an optimizer's step in between."""
+        """Refuse weights that changed between gradients without a step of an optimizer."""
         never = not (self.steps or self._stepped) and self._by_hand >= _FEW_BY_HAND
         if never or self._by_hand >= _MOST_BY_HAND:
             raise ModelError(
@@ -237,23 +238,23 @@ class WeightExchange(Exchange[W]):
             )
 
     def _tell_model(self) -> None:
-        """Keep DDP's reducer out of the backward where gradients are not averaged any more."""
+        """Keep DDP's reducer out of the backward once gradients are no longer averaged."""
         if self.model is not None:
             self.model._distwrap.inner.trains_alone = self.node is None and self.steps >= self.algorithm.warmup_steps
 
     def note_load(self) -> None:
-        """Take note of a ``load_state_dict`` of the model."""
+        """Act on a ``load_state_dict`` of the model."""
         self._by_hand, self._seen = 0, ""
         self.loaded()
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run that goes on needs beside weights and optimizer; rank 0's is for all ranks."""
+        """Return the state beside weights and optimizer; all ranks load that of rank 0."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with weights that are the same on all ranks."""
+        """Load a state, with weights that are the same on all ranks."""
         self.steps, self._begun, self._stepped = state["steps"], False, frozenset()
         self._tell_model()
 
@@ -268,7 +269,7 @@ class WeightExchange(Exchange[W]):
     # Weights
 
     def among_replicas(self, work: Callable[[Link, torch.Tensor], None], values: torch.Tensor) -> torch.Tensor:
-        """Do some work on `values` between the replicas, and return them; a node's ranks get its first one's result."""
+        """Run some work on `values` between the replicas, and return them; a node gets its first rank's result."""
         if self.link is not None:
             work(self.link, values)
         if self.node is not None:
@@ -276,11 +277,11 @@ class WeightExchange(Exchange[W]):
         return values
 
     def exchange_weights(self, work: Callable[[Link, torch.Tensor], None]) -> None:
-        """Replace the weights by what some work between the replicas makes of them, and wait for it."""
+        """Replace the weights by the result of some work between the replicas, and wait for it."""
         self.weights.write(self.engine.call(partial(self.among_replicas, work, self.weights.read())))
 
     def consolidate(self) -> torch.Tensor:
-        """Give all ranks the mean of their weights, and return this one's own; a collective."""
+        """Give all ranks the mean of their weights, and return this rank's own; a collective."""
         self.settle()
         own = self.weights.read()
         self.weights.write(self.engine.call(partial(_averaged, self.everyone, own.clone())))
@@ -288,7 +289,7 @@ class WeightExchange(Exchange[W]):
         return own
 
     def restore(self, own: torch.Tensor) -> None:
-        """Go on with this rank's own weights."""
+        """Set this rank's own weights again."""
         self.weights.write(own)
         self.alike = False
 
@@ -299,7 +300,7 @@ class WeightExchange(Exchange[W]):
 
 
 def _after_load(net: nn.Module, keys: object) -> None:
-    """Tell a model's exchange that weights were loaded; a function, since a module is copied with its hooks."""
+    """Tell a model's exchange that weights were loaded. A function, since copies of a module share its hooks."""
     world = active_world()
     for exchange in world.part(RunExchanges).of_weights if world is not None else ():
         if exchange.model is not None and unwrap_model(exchange.model) is net:

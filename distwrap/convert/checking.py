@@ -1,4 +1,4 @@
-"""A check of a script: what goes wrong on several ranks, with the line, the reason and what to write."""
+"""Check a script for what goes wrong on several ranks: the line, the reason and the fix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rule = Callable[[ScriptFacts, Notes], None]
 
 
 def check(script: Script) -> Notes:
-    """Return what goes wrong where a script runs on several ranks; nothing for one that never does.
+    """Return the problems that a script has on several ranks; empty if it never runs on several ranks.
 
     Example:
         >>> text = "import torch\\nmodel = torch.nn.DataParallel(torch.nn.Linear(1, 1))\\n"
@@ -36,7 +36,7 @@ def check(script: Script) -> Notes:
 
 
 def is_for_ranks(script: Script) -> bool:
-    """Return whether a script is written for several ranks: with torch's own functions, or with distwrap."""
+    """Return whether a script is written for several ranks, with torch's own functions or with distwrap."""
     return any(script.calls(*WRAPPER, *INIT, *SAMPLER)) or _uses_distwrap(script)
 
 
@@ -137,7 +137,7 @@ def _called(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _seeds(facts: ScriptFacts, notes: Notes) -> None:
-    """Note augmentation that all ranks seed alike, and data that each rank draws unseeded."""
+    """Note augmentation that is seeded alike on all ranks, and data that each rank draws without a seed."""
     script = facts.script
     augments = next(
         (
@@ -168,7 +168,7 @@ def _seeds(facts: ScriptFacts, notes: Notes) -> None:
 
 
 def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
-    """Note sums of ``.item()`` that a loop makes and nothing adds up over the ranks."""
+    """Note sums of ``.item()`` in a loop that are not added up over the ranks."""
     script = facts.script
     for added in script.find(cst.AugAssign):
         path, function = path_of(added.target), script.function_of(added)
@@ -192,7 +192,7 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
 
 
 def _own_sums_in_one_expression(facts: ScriptFacts, notes: Notes) -> None:
-    """Note ``sum(….item() for … in loader)``, which nothing adds up over the ranks."""
+    """Note ``sum(….item() for … in loader)`` that is not added up over the ranks."""
     script = facts.script
     for call in script.calls("builtins.sum"):
         summed = call.args[0].value if call.args else None
@@ -232,7 +232,7 @@ def _is_collective(script: Script, node: cst.CSTNode | None) -> bool:
 
 
 def _is_shared(facts: ScriptFacts, loop: cst.For | cst.CompFor) -> bool:
-    """Return whether a loop goes through this rank's share of a loader."""
+    """Return whether a loop iterates over this rank's share of a loader."""
     script = facts.script
     for source in facts.values.sources(facts.iterated(loop), returned=True):
         if source is None:

@@ -1,4 +1,4 @@
-"""One conversion under way: the script, its facts, the edits and helpers so far, and the list for the user."""
+"""State of one conversion: the script, its facts, the edits and helpers so far, and the notes for the user."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Options of a conversion, as a user gives them.
+    """Options of a conversion, as the user gives them.
 
     Attributes:
-        strategy: for the decorator.
-        nprocs: for the decorator.
-        global_batch: whether the batch size of the script is that of all ranks together.
+        strategy: the decorator's ``strategy``.
+        nprocs: the decorator's ``nprocs``.
+        global_batch: whether the script's batch size is that of all ranks together.
     """
 
     strategy: str | None = None
@@ -37,12 +37,12 @@ class ConversionOptions:
 
 
 class Prepared(NamedTuple):
-    """Name of something that Accelerate or Fabric prepares.
+    """Something that Accelerate or Fabric prepares.
 
     Attributes:
-        kind: of the thing.
+        kind: model, loader, optimizer or scheduler.
         path: the name or attribute that holds it.
-        function: in which it has this name; none for the file's own level.
+        function: the function in which it has this name, or None at module level.
     """
 
     kind: Kind
@@ -51,26 +51,26 @@ class Prepared(NamedTuple):
 
 
 class Conversion:
-    """Everything that the rules of a conversion share.
+    """State that the rules of a conversion share.
 
     Attributes:
-        script: as it is.
-        facts: what it holds.
-        reach: what of it the ranks run.
-        edits: what is to change.
-        helpers: names of distwrap that it will use.
-        notes: the list for the user.
-        decorator_options: of the decorator, as text.
-        below_imports: a line that stands below the script's imports.
-        global_batch: whether the batch size of the script is that of all ranks together.
-        wrapped: the paths of variables that hold wrapped models.
-        wrapped_expressions: those that make these models.
-        prepared: what Accelerate or Fabric prepares.
-        own_batches: the training loops without a loader whose batches each rank has of its own.
-        split_batches: those of them whose batches are divided among the ranks.
-        averaged: the expressions whose values are averaged or added up over the ranks already.
-        own_reads: the names that are read after a loop, as a rank's own share of the data has set them.
-        rank_names: the variables that hold a rank, and so may stand for a device.
+        script: the script before the conversion.
+        facts: facts about the script.
+        reach: the part of the script that the ranks run.
+        edits: the edits so far.
+        helpers: names of distwrap that the converted script uses.
+        notes: the notes for the user.
+        decorator_options: arguments of the decorator, as text.
+        below_imports: a line to write below the script's imports.
+        global_batch: whether the script's batch size is that of all ranks together.
+        wrapped: names and attributes that hold wrapped models.
+        wrapped_expressions: expressions that make these models.
+        prepared: objects that Accelerate or Fabric prepares.
+        own_batches: training loops without a loader in which each rank has its own batches.
+        split_batches: those of `own_batches` whose batches are divided among the ranks.
+        averaged: expressions whose values are already averaged or added up over the ranks.
+        own_reads: names that are read after a loop, with a value from this rank's share of the data.
+        rank_names: variables that hold a rank and may be used as a device.
     """
 
     def __init__(self, script: Script, options: ConversionOptions) -> None:
@@ -95,27 +95,27 @@ class Conversion:
         self.rank_names: set[str] = set()
 
     def may_change(self, node: cst.CSTNode) -> bool:
-        """Return whether a node's line is not to be ignored, and the node is not removed already."""
+        """Return whether a node may be edited: its line is not ignored, and the node is not yet removed."""
         return not self.notes.ignored(self.script.line(node)) and not self.edits.is_removed(node)
 
     def on_ranks(self, node: cst.CSTNode) -> bool:
-        """Return whether the ranks run a piece of code, as far as calls by name tell."""
+        """Return whether the ranks run a piece of code, judged by calls by name."""
         return self.reach.holds(node)
 
     def under_rank_zero(self, statement: cst.CSTNode) -> None:
-        """Put a statement of one line behind ``if is_rank_zero():``."""
+        """Put a one-line statement under ``if is_rank_zero():``."""
         self.edits.insert(self.script.span(statement)[0], f"if {self.call('is_rank_zero')}: ")
 
     def done(self, node: cst.CSTNode, rule: str, why: str) -> None:
-        """Note a change."""
+        """Note a change that was made."""
         self.notes.add(self.script.line(node), rule, why, outcome="done")
 
     def left(self, node: cst.CSTNode, rule: str, why: str, fix: str = "") -> None:
-        """Note what was left on purpose, and what a user may write."""
+        """Note code that was left on purpose, and what the user may write."""
         self.notes.add(self.script.line(node), rule, why, fix, outcome="left")
 
     def unsure(self, node: cst.CSTNode, rule: str, why: str, fix: str = "") -> None:
-        """Note what was left because its meaning is not clear."""
+        """Note code that was left because its meaning is not clear."""
         self.notes.add(self.script.line(node), rule, why, fix, outcome="unsure")
 
     def call(self, helper: str, arguments: str = "") -> str:
@@ -127,5 +127,5 @@ class Conversion:
         self.edits.wrap(node, f"{self.helpers.name(helper)}(", f"{more})")
 
     def rename_call(self, call: cst.Call, helper: str) -> None:
-        """Let a call go to a helper instead."""
+        """Replace the called function by a helper."""
         self.edits.replace(call.func, self.helpers.name(helper))

@@ -1,4 +1,4 @@
-"""A whole conversion: a script in, the converted text and the list for the user out."""
+"""Convert a whole script: return the converted text and the notes for the user."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Converted:
     """Result of a conversion.
 
     Attributes:
-        text: the converted script; the script as it was, where nothing was done.
-        notes: the list for the user.
-        is_result: whether there is a result: a converted script, or one that needs no conversion.
+        text: the converted script, or the script unchanged if nothing was done.
+        notes: the notes for the user.
+        is_result: whether the script was converted, or needs no conversion.
     """
 
     text: str
@@ -32,10 +32,10 @@ class Converted:
 
 
 def convert(script: Script, options: ConversionOptions | None = None) -> Converted:
-    """Convert a script, or leave it as it is and say why.
+    """Convert a script, or leave it unchanged and say why.
 
     Raises:
-        ConversionError: rules want the same piece of text.
+        ConversionError: two rules edit the same piece of text.
 
     Example:
         >>> convert(Script("print(3)")).is_result
@@ -65,7 +65,7 @@ def convert(script: Script, options: ConversionOptions | None = None) -> Convert
 
 
 def _convert_folded(script: Script, shorter: Script, options: ConversionOptions | None) -> Converted:
-    """Convert a script of which the branches without ranks are left out; the list is of the script as it was."""
+    """Convert a script without its branches for one process; the notes have the original line numbers."""
     result = convert(shorter, options)
     notes = at_lines_of(result.notes, script, shorter)
     notes.add(
@@ -76,10 +76,10 @@ def _convert_folded(script: Script, shorter: Script, options: ConversionOptions 
 
 
 def _with_imports(conversion: Conversion) -> str:
-    """Return the edited text with the imports that it needs, and without those that only the script needed.
+    """Return the edited text with the imports that it needs, and without imports that became unused.
 
     Raises:
-        ConversionError: edits want the same piece of text, or what they give is no Python.
+        ConversionError: two edits overlap, or the edited text is not valid Python.
     """
     script, edits = conversion.script, conversion.edits
     without_import = edits.apply()
@@ -94,7 +94,7 @@ def _with_imports(conversion: Conversion) -> str:
 
 
 def _only_reasons(conversion: Conversion) -> Notes:
-    """Return the list without what would have been done, since nothing was."""
+    """Return the notes without the changes, which were not made."""
     notes = Notes(conversion.script.text)
     for each in conversion.notes.of("left", "unsure"):
         notes.add(each.line, each.rule, each.why, each.fix, each.outcome)

@@ -1,4 +1,4 @@
-"""Edits of a script's text, which touch nothing but what they name: comments, layout and quotes stay."""
+"""Edits of a script's text that keep comments, layout and quotes of everything else."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ IMPORTS, HEAD, LINE, INDENT, WITHIN = range(5)
 
 
 class Edit(NamedTuple):
-    """A piece of text in the place of another.
+    """Replacement of a range of bytes by text.
 
     Attributes:
-        start: the first byte that goes.
-        end: the byte after the last one; the same for an insertion.
-        text: what comes instead.
-        number: of the edit, in the order in which they were asked for.
-        layer: of what is inserted at one place: what stands above all, whole lines, indentation, text in a line.
+        start: the first byte to replace.
+        end: the byte after the last one to replace; equal to `start` for an insertion.
+        text: the new text.
+        number: the position of the edit in the order of the requests.
+        layer: order of insertions at one place: imports, block heads, whole lines, indentation, text in a line.
     """
 
     start: int
@@ -33,14 +33,14 @@ class Edit(NamedTuple):
 
 
 class Edits:
-    """Changes to one script, collected and then made at once."""
+    """Edits of one script, which are collected and then applied at once."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self._edits: list[Edit] = []
         self._removed: dict[cst.CSTNode, None] = {}
-        self.indented_from: int | None = None  # where a function was put around the rest of the file
-        self.indented_already = (0, 0)  # the part of it whose lines stay, since they lose what headed them
+        self.indented_from: int | None = None  # start of the code that a new function encloses
+        self.indented_already = (0, 0)  # its lines lose their block header, so they keep their indentation
 
     def __bool__(self) -> bool:
         return bool(self._edits or self._removed)
@@ -50,13 +50,13 @@ class Edits:
         self.replace_span(place, place, text, layer)
 
     def replace(self, node: cst.CSTNode, text: str) -> None:
-        """Write text in the place of a node."""
+        """Replace a node by text."""
         self.replace_span(*self.script.span(node), text)
 
     def replace_span(self, start: int, end: int, text: str, layer: int = WITHIN) -> None:
-        """Write text in the place of some bytes."""
+        """Replace a range of bytes by text."""
         if '"' in text and any(low < start and end < high for low, high in self._double_quoted):
-            text = text.replace('"', "'")  # before Python 3.12 no quote of an f-string may be within it
+            text = text.replace('"', "'")  # before Python 3.12 an f-string may not contain its own quotes
         self._edits.append(Edit(start, end, text, len(self._edits), layer))
 
     @cached_property
@@ -65,7 +65,7 @@ class Edits:
         return [self.script.span(each) for each in found if each.start.lstrip("fFrR") == '"']
 
     def wrap(self, node: cst.CSTNode, before: str, after: str) -> None:
-        """Write text around a node, and around the parentheses that it is in."""
+        """Write text around a node and its parentheses."""
         start, end = self.script.span(node)
         self.insert(start, before)
         self.insert(end, after)
@@ -75,48 +75,48 @@ class Edits:
         return self.script.data.rfind(b"\n", 0, place) + 1
 
     def line_end(self, place: int) -> int:
-        """Return the byte after the end of a line."""
+        """Return the byte after the line break of a line."""
         found = self.script.data.find(b"\n", place)
         return len(self.script.data) if found < 0 else found + 1
 
     def indent_of(self, node: cst.CSTNode) -> str:
-        """Return what is before a statement on its line."""
+        """Return the indentation of a statement's line."""
         start = self.script.span(node)[0]
         before = self.script.data[self.line_start(start) : start].decode()
         return before[: len(before) - len(before.lstrip())]
 
     def line_before(self, statement: cst.CSTNode, text: str) -> None:
-        """Write a line above a statement, indented as it is."""
+        """Insert a line above a statement, with its indentation."""
         start = self.line_start(self.script.span(statement)[0])
         self.insert(start, f"{self.indent_of(statement)}{text}{self.script.newline}", LINE)
 
     def line_after(self, statement: cst.CSTNode, text: str) -> None:
-        """Write a line below a statement, indented as it is."""
+        """Insert a line below a statement, with its indentation."""
         end = self.line_end(self.script.span(statement)[1])
         broken = "" if self.script.data[:end].endswith(b"\n") else self.script.newline
         self.insert(end, f"{broken}{self.indent_of(statement)}{text}{self.script.newline}", LINE)
 
     def has_line_of_its_own(self, statement: cst.CSTNode) -> bool:
-        """Return whether a statement begins its line, so that text can go before it, and shares the line with none."""
+        """Return whether a statement is alone on its line, so that text can go before it."""
         line = self.script.parent(statement) if isinstance(statement, cst.BaseSmallStatement) else statement
         if isinstance(line, cst.SimpleStatementLine) and len(line.body) > 1:
             return False
         return line is not None and isinstance(self.script.parent(line), (cst.IndentedBlock, cst.Module))
 
     def is_indented_already(self, place: int) -> bool:
-        """Return whether a byte is where lines stay as far in as they are."""
+        """Return whether a byte is in the region whose lines keep their indentation."""
         return self.indented_already[0] <= place < self.indented_already[1]
 
     def remove(self, node: cst.CSTNode) -> None:
-        """Remove a statement; a block that loses all its statements goes with what heads it."""
+        """Remove a statement; a block that becomes empty is removed with its header."""
         self._removed[node] = None
 
     def is_removed(self, node: cst.CSTNode) -> bool:
-        """Return whether a node goes, by itself or with what it is in."""
+        """Return whether a node is removed, by itself or with a node around it."""
         return any(each in self._removed for each in (node, *self.script.ancestors(node)))
 
     def remove_argument(self, call: cst.Call, arg: cst.Arg) -> None:
-        """Remove an argument of a call, with the comma that it leaves over."""
+        """Remove an argument of a call, with its comma."""
         index = next(number for number, each in enumerate(call.args) if each is arg)
         start, end = self.script.span(arg)
         if index + 1 < len(call.args):
@@ -127,25 +127,25 @@ class Edits:
         self.replace_span(start, end, "")
 
     def add_argument(self, call: cst.Call, text: str) -> None:
-        """Add an argument to a call, behind those that it has."""
+        """Add an argument to a call, after the existing ones."""
         if not call.args:
             self.insert(self.script.span(call)[1] - 1, text)
             return
         last = self.script.span(call.args[-1].value)[1]
         between = self.script.data[last : self.script.span(call)[1] - 1]
-        place = last + len(between) - len(between.lstrip(b") \t\r\n"))  # behind the parentheses around the last one
+        place = last + len(between) - len(between.lstrip(b") \t\r\n"))  # after the parentheses around the last argument
         self.insert(place if between[: place - last].strip() else last, f", {text}")
 
     def replaces(self, node: cst.CSTNode) -> bool:
-        """Return whether the text of a node goes, as by an edit of the statement that it heads."""
+        """Return whether the whole text of a node is replaced by an edit."""
         start, end = self.script.span(node)
         return any(each.start <= start and end <= each.end for each in self._edits)
 
     def apply(self) -> str:
-        """Return the changed text.
+        """Return the edited text.
 
         Raises:
-            ConversionError: two edits want the same text.
+            ConversionError: two edits overlap.
         """
         self._settle_removals()
         data, result, place = self.script.data, [], 0
@@ -168,7 +168,7 @@ class Edits:
         return b"".join([*result, data[place:]]).decode()
 
     def _outermost(self) -> Iterable[Edit]:
-        """Return the edits in the order of the text, without those inside of a text that goes altogether."""
+        """Return the edits in the order of the text, without those inside a range that another edit replaces."""
         whole = [edit for edit in self._edits if edit.end > edit.start]
         kept = [edit for edit in self._edits if not any(_is_gone(edit, other) for other in whole)]
         return sorted(
@@ -179,7 +179,7 @@ class Edits:
         pending, self._removed = self._removed, {}
         gone = dict(pending)
         changed = True
-        while changed:  # a block without statements takes what heads it along
+        while changed:  # an empty block is removed with its header
             changed = False
             for node in list(gone):
                 line = self.script.parent(node) if isinstance(node, cst.BaseSmallStatement) else node
@@ -206,7 +206,7 @@ class Edits:
 
     def _remove_text(self, node: cst.CSTNode, gone: dict[cst.CSTNode, None]) -> None:
         start, end = self.script.span(node)
-        if isinstance(node, cst.BaseSmallStatement):  # one of several on its line
+        if isinstance(node, cst.BaseSmallStatement):  # one of several statements on its line
             line = self.script.parent(node)
             assert isinstance(line, cst.SimpleStatementLine)
             index = next(number for number, each in enumerate(line.body) if each is node)
@@ -237,7 +237,7 @@ class Edits:
 
 
 def _is_gone(edit: Edit, other: Edit) -> bool:
-    """Return whether an edit is of text that goes altogether by another."""
+    """Return whether an edit lies inside the text that another edit replaces."""
     if edit.layer == INDENT:
         return other.start < edit.start < other.end or (other.layer == LINE and other.start == edit.start)
     at_edge = edit.start == edit.end and edit.start in (other.start, other.end)

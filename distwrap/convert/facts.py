@@ -1,4 +1,4 @@
-"""Facts of a script: its training loops, what their optimizers train, what feeds them, and where it all begins."""
+"""Facts about a script: its training loops, the models that their optimizers train, its loaders and its entry point."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Loop = cst.For | cst.While
 
 @dataclass(frozen=True, eq=False)
 class TrainingLoop:
-    """A loop in whose body a loss goes backward and an optimizer steps, or the loop itself changes the weights.
+    """A loop that calls ``backward`` and an optimizer's ``step``, or updates the weights by hand.
 
     Attributes:
-        loop: the ``for`` or ``while``.
-        step: the last piece of code that steps.
-        optimizers: the expressions for what steps; ``model.parameters()`` where the loop steps by hand.
-        body: where the step is: the loop itself, or a function that it calls.
+        loop: the ``for`` or ``while`` statement.
+        step: the last call or statement that updates the weights.
+        optimizers: expressions for the optimizers; ``model.parameters()`` if the loop updates by hand.
+        body: the code that contains the step: the loop itself, or a function that it calls.
     """
 
     loop: Loop
@@ -34,7 +34,7 @@ class TrainingLoop:
 
 
 class ScriptFacts:
-    """Reading of a script as one that trains."""
+    """Facts about a script that trains."""
 
     def __init__(self, script: Script) -> None:
         self.script, self.values = script, Values(script)
@@ -54,7 +54,7 @@ class ScriptFacts:
         return sorted(found.values(), key=lambda each: self.script.span(each.loop))
 
     def _steps(self) -> Iterator[tuple[cst.CSTNode, cst.BaseExpression]]:
-        """Yield what steps, with the expression for its optimizer, or for the parameters that a loop steps by hand."""
+        """Yield each step with its optimizer, or with the parameters that a loop updates by hand."""
         for call, attribute in self.script.method_calls("step"):
             if not self.is_scheduler(attribute.value):
                 yield call, self._scaled(call) or attribute.value
@@ -77,7 +77,7 @@ class ScriptFacts:
         return None
 
     def is_scheduler(self, node: cst.CSTNode) -> bool:
-        """Return whether what steps is a scheduler of the learning rate, and no optimizer."""
+        """Return whether an expression is a learning rate scheduler, not an optimizer."""
         for each in self.values.sources(node):
             if isinstance(each, cst.Call):
                 names = self.script.names(each.func)
@@ -88,7 +88,7 @@ class ScriptFacts:
         return "sched" in (path_of(node) or "").lower()
 
     def _loops_around(self, node: cst.CSTNode) -> Iterator[tuple[Loop, cst.CSTNode]]:
-        """Yield the loops around a step, and those around the calls of the function that takes it."""
+        """Yield the loops around a step, and those around calls of the function that contains it."""
         for each in self.script.ancestors(node):
             if isinstance(each, (cst.For, cst.While)):
                 yield each, each
@@ -103,7 +103,7 @@ class ScriptFacts:
     # Loaders
 
     def iterated(self, loop: Loop | cst.CompFor) -> cst.BaseExpression:
-        """Return what a loop goes through, without ``enumerate`` and a progress bar around it; a ``while``'s test."""
+        """Return the iterable of a loop without ``enumerate`` and progress bars; for a ``while``, its test."""
         if isinstance(loop, cst.While):
             return loop.test
         node: cst.BaseExpression = loop.iter
@@ -114,13 +114,13 @@ class ScriptFacts:
         return node
 
     def _passes_on(self, node: cst.Call) -> bool:
-        """Return whether a call gives the items of its first argument, as ``enumerate`` and a progress bar do."""
+        """Return whether a call yields the items of its first argument, as ``enumerate`` and progress bars do."""
         return self.script.is_a(node, *_SAME_ITEMS) or any(
             name.split(".")[0] == "tqdm" for name in self.script.names(node.func)
         )
 
     def loader_of(self, node: cst.CSTNode) -> list[cst.Call | None]:
-        """Return the calls of ``DataLoader`` from which a value may come; none among them for anything else."""
+        """Return the calls of ``DataLoader`` that may give a value; None stands for any other source."""
         found: list[cst.Call | None] = []
         for each in self.values.sources(node, returned=True):
             while isinstance(each, cst.Call) and each.args and self._passes_on(each):
@@ -136,7 +136,7 @@ class ScriptFacts:
 
     @cached_property
     def training_loaders(self) -> set[cst.Call]:
-        """The calls of ``DataLoader`` that feed a training loop."""
+        """The calls of ``DataLoader`` whose loaders a training loop iterates over."""
         return {
             call
             for each in self.training_loops
@@ -145,11 +145,11 @@ class ScriptFacts:
         }
 
     def loops_over(self, loader: cst.Call) -> list[cst.For]:
-        """Return the loops that go through a loader."""
+        """Return the loops that iterate over a loader."""
         return [loop for loop in self.script.find(cst.For) if loader in self.loader_of(self.iterated(loop))]
 
     def mentions(self, loader: cst.Call) -> Iterator[cst.BaseExpression]:
-        """Yield the names and attributes that may stand for a loader, where they are read."""
+        """Yield the reads of names and attributes that may hold a loader."""
         known: dict[tuple[object, str], bool] = {}
         for node in self.script.expressions():
             path = path_of(node)
@@ -179,7 +179,7 @@ class ScriptFacts:
         return list(found)
 
     def trained_by(self, optimizer: cst.Call, depth: int = 3) -> Iterator[cst.BaseExpression]:
-        """Yield the expressions for the models whose parameters an optimizer is given, without repeats."""
+        """Yield the expressions for the models whose parameters an optimizer gets, without repeats."""
         if self._makes_its_optimizer(optimizer) and isinstance(optimizer.func, cst.Attribute):
             yield self._whole(optimizer.func.value)
             return
@@ -201,7 +201,7 @@ class ScriptFacts:
             waiting = following
 
     def _makes_its_optimizer(self, call: cst.Call) -> bool:
-        """Return whether a call is of a method by which a model makes its optimizer, or gives its parameters."""
+        """Return whether a call is a model's own method that returns its optimizer or parameters."""
         if not isinstance(call.func, cst.Attribute):
             return False
         name = call.func.attr.value
@@ -223,17 +223,17 @@ class ScriptFacts:
         )
 
     def _whole(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        """Return the model of which a part was named, as ``model`` of ``model.head``; of ``model.module`` too."""
+        """Return the whole model of a part, such as ``model`` for ``model.head`` or ``model.module``."""
         while isinstance(node, (cst.Attribute, cst.Subscript)):
             if path_of(node.value) == "self" or isinstance(node.value, cst.Call):
                 break
             node = node.value
         return node
 
-    # Where it begins
+    # Entry point
 
     def reached(self, start: cst.CSTNode) -> set[Function]:
-        """Return the functions that a piece of code may call, through others too; of a class all its methods."""
+        """Return the functions that a piece of code may call, also indirectly; for a class, all its methods."""
         found: set[Function] = set()
         waiting: list[cst.CSTNode] = [start]
         while waiting:
@@ -254,12 +254,12 @@ class ScriptFacts:
         return found
 
     def holds(self, start: Function, node: cst.CSTNode) -> bool:
-        """Return whether a node is run by a function, or by those that it calls."""
+        """Return whether a function runs a node, itself or through the functions that it calls."""
         return self.script.inside(node, start) or any(self.script.inside(node, each) for each in self.reached(start))
 
     @cached_property
     def guard(self) -> cst.If | None:
-        """The script's ``if __name__ == "__main__":``, if it has one."""
+        """The script's ``if __name__ == "__main__":``, or None."""
         for each in self.script.tree.body:
             if isinstance(each, cst.If) and self.script.code(each.test).replace("'", '"') in (
                 '__name__ == "__main__"',
@@ -275,14 +275,14 @@ def is_parameters(call: cst.Call) -> bool:
 
 
 def _changes(script: Script, loop: cst.For) -> Iterator[cst.CSTNode]:
-    """Yield what may change a parameter in place."""
+    """Yield the calls and statements that may change a parameter in place."""
     yield from script.find(cst.AugAssign, loop.body)
     for method in ("add_", "sub_", "copy_"):
         yield from (call for call, _ in script.method_calls(method, loop.body))
 
 
 def _of_gradient(script: Script, node: cst.CSTNode) -> bool:
-    """Return whether a parameter changes by its gradient: ``p.data.add_(p.grad, alpha=-lr)``, ``p -= lr * p.grad``."""
+    """Return whether a parameter is updated with its gradient: ``p.data.add_(p.grad)``, ``p -= lr * p.grad``."""
     given: list[cst.CSTNode] = [node.value] if isinstance(node, cst.AugAssign) else []
     given += [arg.value for arg in node.args] if isinstance(node, cst.Call) else []
     changed = node.target if isinstance(node, cst.AugAssign) else getattr(node, "func", node)

@@ -1,4 +1,4 @@
-"""Findings: what was seen at a line of a script, why it matters, and what was done or is to be done."""
+"""Findings: what was seen at a line of a script, why it matters, and what was done or should be done."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Finding:
     """One thing that was seen in a script.
 
     Attributes:
-        line: where it is.
-        rule: a short name of the kind of thing.
-        seen: the code, in a line.
-        why: it matters, or why nothing was done.
-        fix: what to write; empty where it was done.
-        outcome: whether it was done, left as it is, or left because it is not sure.
+        line: the line number.
+        rule: a short name for the kind of problem.
+        seen: the code, on one line.
+        why: why it matters, or why nothing was done.
+        fix: what to write; empty if it was done.
+        outcome: whether it was done, left on purpose, or left because it is not clear.
     """
 
     line: int
@@ -33,7 +33,7 @@ class Finding:
     outcome: Outcome = "left"
 
     def text(self, name: str) -> str:
-        """Return the finding in words.
+        """Return the finding as text.
 
         Example:
             >>> print(Finding(3, "seed", "randperm(9)", "ranks draw apart", "seed=0").text("a.py"))
@@ -46,18 +46,18 @@ class Finding:
 
 
 class Notes:
-    """List of the findings in a script, without those whose line says ``# distwrap: ignore``."""
+    """Findings in a script, without those whose line says ``# distwrap: ignore``."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
         self._found: dict[Finding, None] = {}
 
     def ignored(self, line: int) -> bool:
-        """Return whether a line asks to be left alone."""
+        """Return whether a line has the comment that ignores it."""
         return 0 < line <= len(self._lines) and _IGNORE.search(self._lines[line - 1]) is not None
 
     def add(self, line: int, rule: str, why: str, fix: str = "", outcome: Outcome = "left") -> None:
-        """Note what was seen at a line."""
+        """Add a finding at a line."""
         if not self.ignored(line):
             seen = self._lines[line - 1].strip() if 0 < line <= len(self._lines) else ""
             self._found[Finding(line, rule, seen, why, fix, outcome)] = None
@@ -69,12 +69,12 @@ class Notes:
         return len(self._found)
 
     def of(self, *outcomes: Outcome) -> list[Finding]:
-        """Return the findings with some outcomes, in the order of the lines."""
+        """Return the findings with the given outcomes, in the order of the lines."""
         return [each for each in self if each.outcome in outcomes]
 
 
 def report(notes: Iterable[Finding], name: str) -> Iterator[str]:
-    """Yield the lines that tell a user what was done, what was left and what is not sure."""
+    """Yield the lines that tell the user what was done, what was left and what is not clear."""
     titles: dict[Outcome, str] = {"done": "done", "left": "left as it is", "unsure": "not sure, so left as it is"}
     found = list(notes)
     for outcome, title in titles.items():

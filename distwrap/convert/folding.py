@@ -1,4 +1,4 @@
-"""Branches of a script that runs with or without ranks: the way with ranks stays, as it does for one process too."""
+"""Fold branches on whether a script runs distributed: the branch for ranks stays, and also serves one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PASSES = 6
 
 
 def folded(script: Script) -> str | None:
-    """Return a script without the branches for a run without ranks; none where it has none.
+    """Return a script without its branches for a run without ranks, or None if it has none.
 
     Example:
         >>> text = "import torch\\nif distributed:\\n    torch.distributed.init_process_group()\\nelse:\\n    x = 3\\n"
@@ -38,7 +38,7 @@ def folded(script: Script) -> str | None:
 
 
 def _flags(script: Script) -> set[str]:
-    """Return the names that say whether there are ranks: conditions under which a script joins, wraps or samples."""
+    """Return the flags of a distributed run: names tested before the script joins a group, wraps or samples."""
     found = set()
     notes = Notes(script.text)
     for call in script.calls(*WRAPPER, *INIT, *SAMPLER, *SPAWN):
@@ -58,7 +58,7 @@ def _operands(test: cst.BaseExpression) -> list[cst.BaseExpression]:
 
 
 def _fold_once(script: Script, edits: Edits, flags: set[str]) -> None:
-    """Fold the outermost conditions that name a flag."""
+    """Fold the outermost conditions that contain a flag."""
     done: list[cst.CSTNode] = []
     for node in script.nodes():
         if any(script.inside(node, each) for each in done):
@@ -84,7 +84,7 @@ def _fold_once(script: Script, edits: Edits, flags: set[str]) -> None:
 
 
 def simplified(script: Script, node: cst.BaseExpression, flags: set[str]) -> bool | str | None:
-    """Return what is left of a condition where all flags are true: a truth value, or text; none where it names none."""
+    """Return a condition with all flags true, as a truth value or text; None if it contains no flag."""
     if path_of(node) in flags:
         return True
     if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
@@ -110,7 +110,7 @@ def _text(script: Script, node: cst.BaseExpression) -> str:
 
 
 def _choose(script: Script, edits: Edits, branch: cst.If, *, taken: bool) -> None:
-    """Put one way of a branch in its place."""
+    """Replace an ``if`` by one of its branches."""
     start, end = script.span(branch)
     is_elif = isinstance(script.parent(branch), cst.If)
     other = branch.orelse
@@ -123,7 +123,7 @@ def _choose(script: Script, edits: Edits, branch: cst.If, *, taken: bool) -> Non
     if taken or not isinstance(other, cst.If):
         way = branch.body if taken else None if other is None else other.body
         text = "" if way is None else _dedented(script, edits, way, branch)
-        if is_elif:  # not taken, with or without an else, which then is that of the branch above
+        if is_elif:  # its else, if any, now belongs to the branch above
             text = "" if other is None else edits.indent_of(branch) + script.code(other).rstrip() + script.newline
         alone = not text and len(script.siblings(branch)) == 1 and not is_elif
         text = f"{edits.indent_of(branch)}pass{script.newline}" if alone else text
@@ -139,7 +139,7 @@ def _lines(script: Script, edits: Edits, node: cst.CSTNode) -> tuple[int, int]:
 
 
 def _dedented(script: Script, edits: Edits, way: cst.BaseSuite, branch: cst.If) -> str:
-    """Return the lines of a block, as deep as the branch that it is in."""
+    """Return the lines of a block, with the indentation of the ``if`` around it."""
     if not isinstance(way, cst.IndentedBlock):
         return f"{edits.indent_of(branch)}{script.code(way).strip()}{script.newline}"
     last = script.span(way.body[-1])[1]
@@ -161,7 +161,7 @@ def _dedented(script: Script, edits: Edits, way: cst.BaseSuite, branch: cst.If) 
 
 
 def _without_flags(script: Script, flags: set[str]) -> str:
-    """Return a script without the assignments of flags that nothing reads any more."""
+    """Return a script without the assignments of flags that are never read."""
     edits = Edits(script)
     for flag in flags:
         assigns = [
@@ -184,7 +184,7 @@ def _without_flags(script: Script, flags: set[str]) -> str:
 
 
 def at_lines_of(notes: Notes, before: Script, after: Script) -> Notes:
-    """Return the list for a folded script with the lines of the script as it was."""
+    """Return the notes for a folded script with the line numbers of the original."""
     old, new = ([line.strip() for line in each.text.splitlines()] for each in (before, after))
     lines: dict[int, int] = {}
     for block in difflib.SequenceMatcher(a=new, b=old, autojunk=False).get_matching_blocks():

@@ -1,4 +1,4 @@
-"""Imports of a script: those of distwrap's helpers that it needs, and those that nothing needs any more."""
+"""Imports of a converted script: add those of distwrap's helpers, and remove those that became unused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH = 100
 
 
 class Helpers:
-    """Names of distwrap that a converted script uses, each under a name that the script does not use already."""
+    """Names of distwrap that a converted script uses, each under a name that is free in the script."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -21,18 +21,18 @@ class Helpers:
         self._names: dict[str, str] = {}
 
     def name(self, helper: str) -> str:
-        """Return the name by which the script is to call a helper, which will be imported."""
+        """Return the name under which the script calls a helper, and mark it for import."""
         if helper not in self._names:
             taken = helper in self._taken
             self._names[helper] = f"distwrap_{helper}" if taken else helper
         return self._names[helper]
 
     def replace_import(self, edits: Edits, full: str) -> None:
-        """Let a helper have the name of another library's function, whose import goes.
+        """Give a helper the name of another library's function, whose import is removed.
 
         Args:
-            edits: of the script.
-            full: the function's full name, whose last part is the helper's.
+            edits: the edits of the script.
+            full: the function's full name; its last part is the helper's name.
         """
         module, _, name = full.rpartition(".")
         for statement in self._script.find(cst.ImportFrom):
@@ -49,11 +49,11 @@ class Helpers:
                 self._taken = self._taken - {name}
 
     def keep(self, used: set[str]) -> None:
-        """Forget the helpers that nothing uses, since the code that would have gone with something else."""
+        """Forget the helpers that the edited text does not use."""
         self._names = {helper: name for helper, name in self._names.items() if name in used}
 
     def line(self) -> str:
-        """Return the import, on one line or in parentheses."""
+        """Return the import statement, on one line or in parentheses."""
         names = [helper if name == helper else f"{helper} as {name}" for helper, name in sorted(self._names.items())]
         line = f"from distwrap import {', '.join(names)}"
         if len(line) <= _WIDTH:
@@ -62,11 +62,11 @@ class Helpers:
         return f"from distwrap import ({end}{''.join(f'{indent}{name},{end}' for name in names)})"
 
     def add(self, edits: Edits, *, following: str = "") -> None:
-        """Write the import below the script's other imports.
+        """Insert the import below the script's other imports.
 
         Args:
-            edits: of the script.
-            following: a line that is to stand below, with an empty one before it.
+            edits: the edits of the script.
+            following: a line to write below the import, after an empty line.
         """
         end = self._script.newline
         last = _last_import(self._script)
@@ -87,7 +87,7 @@ class Helpers:
 
 
 def _last_import(script: Script) -> cst.CSTNode | None:
-    """Return the last import at the top of a file: before any other statement, but for a docstring."""
+    """Return the last of the imports at the top of a file, before any other statement but a docstring."""
     last = None
     for statement in script.tree.body:
         if isinstance(statement, cst.SimpleStatementLine) and isinstance(
@@ -100,7 +100,7 @@ def _last_import(script: Script) -> cst.CSTNode | None:
 
 
 def used_names(text: str) -> set[str]:
-    """Return the names that a program reads, also those in annotations that are strings."""
+    """Return the names that a program reads, including those in string annotations."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name):
@@ -111,7 +111,7 @@ def used_names(text: str) -> set[str]:
 
 
 def without_unused(before: str, script: Script) -> str:
-    """Return a converted text without the imports whose names only the text before the conversion read."""
+    """Return a converted text without the imports that only the original text used."""
     lost = used_names(before) - used_names(script.text)
     edits = Edits(script)
     for statement in script.find(cst.ImportFrom):
@@ -141,7 +141,7 @@ def _module(statement: cst.ImportFrom) -> str:
 
 
 def _name(alias: cst.ImportAlias) -> str:
-    """Return the name that an import gives."""
+    """Return the name that an import binds."""
     if alias.asname is not None:
         return cst.Module([]).code_for_node(alias.asname.name)
     node: cst.BaseExpression = alias.name

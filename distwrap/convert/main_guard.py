@@ -1,4 +1,4 @@
-"""A main function made of the code at a script's own level, behind a guard."""
+"""Move the code at a script's module level into a main function, called behind a guard."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FREE = {"globals", "exec", "eval", "locals", "vars"}
 
 
 def make_main(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> str | None:
-    """Put the code at the script's own level into a function, behind a guard.
+    """Move the code at module level into a function, called behind a guard.
 
     Args:
-        conversion: under way.
-        needed: what has to be in the function.
+        conversion: the current conversion.
+        needed: the code that the function must contain.
 
     Returns:
-        The function's name, or none where this is not safe; the list says why.
+        The function's name, or None if this is not safe; the notes say why.
     """
     script, guard = conversion.script, conversion.facts.guard
     name = next(each for each in ("main", "train_main", "distributed_main") if each not in script.bound_names)
@@ -89,7 +89,7 @@ def _of_guard(conversion: Conversion, guard: cst.If, name: str) -> str | None:
 
 
 def _open_guard(conversion: Conversion, guard: cst.If) -> None:
-    """Take the guard away from its block, which becomes the end of the function: ranks may import the file."""
+    """Remove the guard around its block, which becomes the end of the function, since ranks may import the file."""
     script, edits = conversion.script, conversion.edits
     start, end = script.span(guard)
     if not isinstance(guard.body, cst.IndentedBlock):
@@ -101,7 +101,7 @@ def _open_guard(conversion: Conversion, guard: cst.If) -> None:
 
 
 def _stays_set(conversion: Conversion, name: str) -> bool:
-    """Return whether a name of the file's own level still gets a value."""
+    """Return whether a name at module level is still assigned."""
     found = conversion.facts.values.bindings.get((None, name), [])
     return not found or not all(conversion.edits.is_removed(each.target) for each in found)
 
@@ -138,7 +138,7 @@ def _indent(conversion: Conversion, body: Sequence[cst.CSTNode], start: int, nam
 
 
 def _first_byte(script: Script, body: Sequence[cst.CSTNode], start: int) -> int:
-    """Return where a statement's lines begin, with the comments right above it."""
+    """Return the first byte of a statement's lines, including the comments right above it."""
     node = body[start]
     at = script.span(node)[0]
     if isinstance(node, (cst.FunctionDef, cst.ClassDef)) and node.decorators:
@@ -163,7 +163,7 @@ def _blank_lines(data: bytes) -> int:
 
 
 def region_of(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> tuple[int, int]:
-    """Return the first byte, and the one after the last, of what `make_main` would put into the function."""
+    """Return the range of bytes that `make_main` would move into the function."""
     script, guard = conversion.script, conversion.facts.guard
     if guard is not None and all(script.inside(each, guard) for each in needed if script.function_of(each) is None):
         return script.span(guard)
@@ -172,7 +172,7 @@ def region_of(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> tuple[in
 
 
 def _start_of_region(script: Script) -> int | None:
-    """Return the number of the first statement that goes into the function; all after it go too."""
+    """Return the index of the first statement to move into the function; all later ones move too."""
     body = script.tree.body
     start = next((index for index, each in enumerate(body) if not _stays(script, each)), None)
     changed = start is not None
@@ -190,7 +190,7 @@ def _start_of_region(script: Script) -> int | None:
 
 
 def _stays(script: Script, statement: cst.CSTNode) -> bool:
-    """Return whether a statement is an import, a definition, a docstring or a constant, and so stays at the top."""
+    """Return whether a statement stays at the top: an import, a definition, a docstring or a constant."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)) or _is_import(statement):
         return True
     if isinstance(statement, cst.Try):
@@ -217,7 +217,7 @@ def _is_import(statement: cst.CSTNode) -> bool:
 
 
 def _bound(script: Script, statements: Sequence[cst.CSTNode]) -> set[str]:
-    """Return the names that statements of the file's own level give a value."""
+    """Return the names that statements assign at module level."""
     found = set()
     for statement in statements:
         if isinstance(statement, (cst.FunctionDef, cst.ClassDef)):
@@ -239,7 +239,7 @@ def _is_list(node: cst.CSTNode) -> bool:
 
 
 def _reads(script: Script, definition: cst.CSTNode) -> set[str]:
-    """Return the names that a definition uses and does not set itself; names that it shares with others count too."""
+    """Return the names that a definition, or one of a class's methods, reads and does not assign itself."""
     if not isinstance(definition, (cst.FunctionDef, cst.ClassDef)):
         return set()
     found: set[str] = set()
@@ -257,7 +257,7 @@ def _reads(script: Script, definition: cst.CSTNode) -> set[str]:
 
 
 def _plain_names(target: cst.CSTNode) -> set[str]:
-    """Return the names in a target, but not those of which an item or attribute is set."""
+    """Return the names that a target assigns, without those whose item or attribute is assigned."""
     if isinstance(target, (cst.Tuple, cst.List)):
         return {name for each in target.elements for name in _plain_names(each.value)}
     return {target.value} if isinstance(target, cst.Name) else set()
@@ -269,7 +269,7 @@ def _functions(script: Script, definition: cst.CSTNode) -> list[cst.CSTNode]:
 
 
 def _globals(script: Script, region: Sequence[cst.CSTNode]) -> list[cst.Global]:
-    """Return each ``global`` that means a name which statements of the file's own level give a value."""
+    """Return the ``global`` statements for names that the given statements assign at module level."""
     bound = _bound(script, region)
     return [node for node in script.find(cst.Global) if {each.name.value for each in node.names} & bound]
 
@@ -277,12 +277,12 @@ def _globals(script: Script, region: Sequence[cst.CSTNode]) -> list[cst.Global]:
 def _problem(
     script: Script, region: Sequence[cst.CSTNode], *, inner: bool = False
 ) -> tuple[cst.CSTNode, str, str, str] | None:
-    """Return what forbids to put statements into a function, and what to do.
+    """Return why statements cannot move into a function, and what to do, or None.
 
     Args:
-        script: of the statements.
-        region: the statements.
-        inner: whether the functions among them will be inner ones, whose ``global`` can become ``nonlocal``.
+        script: the script of the statements.
+        region: the statements to move.
+        inner: whether functions among them become inner functions, whose ``global`` can become ``nonlocal``.
     """
     bound = _bound(script, region)
     for node in _globals(script, region):

@@ -1,4 +1,4 @@
-"""Names of other libraries' things that a script may use, each by its full name; the names of methods by their own."""
+"""Full names of other libraries' functions and classes that scripts use, and bare names of methods."""
 
 # Data
 
@@ -31,7 +31,7 @@ COLLECTIVES = {
 ACCELERATOR = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
 FABRIC = ("lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.Fabric")
 HOROVOD = "horovod.torch"
-# Methods of Accelerate's and Fabric's objects, which return what they are given.
+# Methods of Accelerate's and Fabric's objects that return their arguments.
 PREPARES = (
     "prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler",
     "setup", "setup_dataloaders", "setup_module", "setup_optimizers",
@@ -39,7 +39,7 @@ PREPARES = (
 
 # Models and precision
 
-# Methods that return the model or tensor that they are called on, moved or changed.
+# Methods that return their own model or tensor, moved or changed.
 MOVES = ("to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "type")
 DEVICE = "torch.device"
 ACCELERATORS = ("cuda", "mps", "xpu", "npu")
@@ -51,16 +51,16 @@ CLIP = ("torch.nn.utils.clip_grad_norm_",)
 
 # Random numbers
 
-# Seeds of what is drawn on the CPU, as data is.
+# Functions that seed the draws on the CPU, as those of data.
 CPU_SEEDS = ("torch.manual_seed", "torch.random.manual_seed", "numpy.random.seed", "random.seed")
 SEEDS = (*CPU_SEEDS, "torch.cuda.manual_seed_all")
-# Names that scripts and libraries give to a function that seeds everything.
+# Common names of functions that seed everything.
 SEED_FUNCTIONS = (
     "seed_everything", "set_seed", "setup_seed", "set_random_seed", "init_seeds", "fix_seed", "seed_all",
 )  # fmt: skip
 ACCELERATE_SEEDS = ("accelerate.utils.set_seed", "accelerate.utils.random.set_seed")
 FABRIC_SEEDS = ("lightning.fabric.seed_everything", "lightning.seed_everything", "lightning_fabric.seed_everything")
-# Whatever draws from the generators that all of a process shares.
+# Functions that draw from the generators of the whole process.
 DRAWS = {
     f"{library}{name}"
     for library, names in {
@@ -78,15 +78,15 @@ DRAWS = {
     for name in names
 }  # fmt: skip
 DRAWS_IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
-# Those by which a script makes, orders or divides data as a whole, where ranks that draw apart train on what others
-# evaluate; a single number, as of `random.random`, says nothing of that.
+# Draws that make, order or divide whole data sets: with different seeds, ranks train on what others evaluate. Single
+# numbers, as of `random.random`, are left out.
 DRAWS_OF_DATA = (
     "torch.utils.data.random_split", "torch.randperm", "torch.randn", "torch.rand", "torch.randint",
     "numpy.random.permutation", "numpy.random.randn", "numpy.random.rand", "numpy.random.shuffle", "random.shuffle",
     "random.sample", "numpy.random.choice", "sklearn.model_selection.train_test_split",
 )  # fmt: skip
-CLOCKS_AND_DRAWS = ("time.", "datetime.", "random.", "numpy.random.", "torch.rand")  # how their names begin
-AUGMENTING = ("torchvision.transforms", "albumentations", "kornia.augmentation")  # how their names begin
+CLOCKS_AND_DRAWS = ("time.", "datetime.", "random.", "numpy.random.", "torch.rand")  # prefixes
+AUGMENTING = ("torchvision.transforms", "albumentations", "kornia.augmentation")  # prefixes
 
 # Output
 

@@ -1,4 +1,4 @@
-"""Data of a rank's own: what a loop's batch has given, and the branches that a rank takes by it."""
+"""Find names and branches that depend on a rank's own data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distwrap.convert.script import Script, path_of
 
 
 def own_names(script: Script, facts: ScriptFacts, loop: Loop) -> set[str]:
-    """Return the names to which a loop gives values, but for its index, which is the same on all ranks."""
+    """Return the names that a loop assigns, except its index, which is the same on all ranks."""
     index = None
     if (
         isinstance(loop, cst.For)
@@ -31,19 +31,19 @@ def own_names(script: Script, facts: ScriptFacts, loop: Loop) -> set[str]:
 
 
 def _counts(statement: cst.CSTNode) -> bool:
-    """Return whether a statement adds a written number to a name, as to a count of steps, alike on all ranks."""
+    """Return whether a statement adds a literal integer, such as a step count, alike on all ranks."""
     return isinstance(statement, cst.AugAssign) and isinstance(statement.value, cst.Integer)
 
 
 def is_of_own(script: Script, test: cst.CSTNode, own: set[str]) -> bool:
-    """Return whether a test is of what a batch has given, of the clock, or of a number that is drawn."""
+    """Return whether a test depends on a batch, the clock or a random number."""
     return bool({node.value for node in script.find(cst.Name, test)} & own) or any(
         name.startswith(CLOCKS_AND_DRAWS) for call in script.find(cst.Call, test) for name in script.names(call.func)
     )
 
 
 def own_branches(script: Script, facts: ScriptFacts) -> list[tuple[cst.CSTNode, cst.If]]:
-    """Return each ``break``, ``continue`` or ``return`` of a training loop under a test of what the batch has given."""
+    """Return each ``break``, ``continue`` or ``return`` of a training loop under a test that depends on own data."""
     found: list[tuple[cst.CSTNode, cst.If]] = []
     for each in facts.training_loops:
         own = own_names(script, facts, each.loop)

@@ -1,4 +1,4 @@
-"""What of a script the ranks run: a function with what it calls, or a part of the file's own level."""
+"""Find the code that the ranks run: a function with those it calls, or part of the module level."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from distwrap.convert.script import Function
 
 
 class Reach:
-    """Part of a script that the ranks run; it is chosen before any rule asks for it.
+    """Part of a script that the ranks run; it is set before any rule reads it.
 
     Attributes:
-        entry: the function that each rank runs; none where one is to be made of the file's own level.
-        region: the first byte of what such a function takes of that level, and the one after its last.
+        entry: the function that each rank runs, or None if one is to be made from the module level.
+        region: the range of bytes at module level that this new function takes.
     """
 
     def __init__(self, facts: ScriptFacts) -> None:
@@ -23,11 +23,11 @@ class Reach:
         self._run: set[Function] = set()
 
     def begin_at(self, entry: Function) -> None:
-        """Let the ranks run a function, with those that it calls."""
+        """Set the function that the ranks run, with those that it calls."""
         self.entry, self._run = entry, self._facts.reached(entry) | {entry}
 
     def holds(self, node: cst.CSTNode) -> bool:
-        """Return whether the ranks run a piece of code, as far as calls by name tell."""
+        """Return whether the ranks run a piece of code, judged by calls by name."""
         script = self._facts.script
         function = script.function_of(node)
         if self.entry is None:

@@ -1,4 +1,4 @@
-"""A parsed script: its text, the place of each piece of code in it, and what names mean."""
+"""A parsed script: its text, the position of each node in it, and the meaning of names."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Function = cst.FunctionDef
 
 
 class Script:
-    """A script as text and as a tree; it is never run.
+    """A script as text and as a syntax tree; it is never run.
 
     Attributes:
-        name: of the file, for messages.
-        data: the text in UTF-8, whose bytes are counted by `span`.
-        tree: the tree of the whole file.
+        name: the file name, for messages.
+        data: the text as UTF-8 bytes, which `span` counts.
+        tree: the syntax tree of the whole file.
     """
 
     def __init__(self, text: str, name: str = "<script>") -> None:
@@ -49,13 +49,26 @@ class Script:
             self._places: dict[cst.CSTNode, slice] = {}  # in that list, of each node with those within it
             self._list(self.tree)
         except cst.ParserSyntaxError as error:
+<<<<<<< HEAD
             raise ConversionError(f"{name}, line {error.raw_line}: libcst cannot read this: {error.message}") from error
         except RecursionError as error:
             raise ConversionError(_nested(name)) from error
+=======
+            line, reason = _first_error(text) or (error.raw_line, error.message)
+            where = name if line is None else f"{name}, line {line}"  # None for null bytes
+            raise ConversionError(f"{where}: Python 3 cannot read this: {reason}") from error
+        self.tree = wrapper.module
+        self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
+        self._parents: Any = wrapper.resolve(ParentNodeProvider)
+        self._names: Any = wrapper.resolve(QualifiedNameProvider)
+        self._nodes: list[cst.CSTNode] = []  # in the order of the text: a node, then those within it
+        self._places: dict[cst.CSTNode, slice] = {}  # range of each node and those within it in that list
+        self._list(self.tree)
+>>>>>>> b
 
     @cached_property
     def newline(self) -> str:
-        """The end of a line in this file."""
+        """The line break that this file uses."""
         return self.tree.default_newline
 
     @cached_property
@@ -70,7 +83,7 @@ class Script:
                 yield node
 
     def nodes(self, within: cst.CSTNode | None = None) -> Iterator[cst.CSTNode]:
-        """Yield all nodes, in the order of the text; of a node, it and all within it."""
+        """Yield all nodes, or a node and all within it, in the order of the text."""
         yield from self._nodes[self._places[self.tree if within is None else within]]
 
     def _list(self, node: cst.CSTNode) -> None:
@@ -87,12 +100,12 @@ class Script:
                 yield node
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Return the first byte of a node, and the one after its last."""
+        """Return the position of a node's first byte, and of the byte after its last."""
         place = self._spans[node]
         return place.start, place.start + place.length
 
     def code(self, node: cst.CSTNode) -> str:
-        """Return a node's text as it is in the file."""
+        """Return a node's text as written in the file."""
         start, end = self.span(node)
         return self.data[start:end].decode()
 
@@ -101,82 +114,82 @@ class Script:
         return self.data.count(b"\n", 0, self.span(node)[0]) + 1
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """Return the node that holds another; none holds the file."""
+        """Return the parent of a node; None for the file."""
         found: cst.CSTNode | None = self._parents.get(node)
         return found
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Yield what holds a node, from within."""
+        """Yield the ancestors of a node, from the innermost."""
         above = self.parent(node)
         while above is not None:
             yield above
             above = self.parent(above)
 
     def function_of(self, node: cst.CSTNode) -> Function | None:
-        """Return the function in whose body, parameters or decorators a node is, or none for the file's own level."""
+        """Return the function whose body, parameters or decorators contain a node, or None at module level."""
         return next((each for each in self.ancestors(node) if isinstance(each, cst.FunctionDef)), None)
 
     def class_of(self, node: cst.CSTNode) -> cst.ClassDef | None:
-        """Return the innermost class around a node, or none."""
+        """Return the innermost class around a node, or None."""
         return next((each for each in self.ancestors(node) if isinstance(each, cst.ClassDef)), None)
 
     def statement_of(self, node: cst.CSTNode) -> cst.BaseStatement:
-        """Return the statement, with a line of its own, that holds a node."""
+        """Return the statement line, or compound statement, that contains a node."""
         for each in (node, *self.ancestors(node)):
             if isinstance(each, cst.BaseStatement):
                 return each
         raise ConversionError(f"{self.name}, line {self.line(node)}: there is no statement.")
 
     def small_statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
-        """Return the statement that holds a node: one of several on a line, or the whole compound one."""
+        """Return the statement that contains a node: one of several on a line, or a whole compound one."""
         for each in (node, *self.ancestors(node)):
             if isinstance(each, (cst.BaseSmallStatement, cst.BaseStatement)):
                 return each
         return node
 
     def siblings(self, statement: cst.CSTNode) -> Sequence[cst.CSTNode]:
-        """Return the statements of the block in which a statement is."""
+        """Return all statements of the block that contains a statement."""
         above = self.parent(statement)
         if isinstance(above, (cst.IndentedBlock, cst.Module)):
             return above.body
         return [statement]
 
     def names(self, node: cst.CSTNode) -> set[str]:
-        """Return the full names that an expression has by imports or as a builtin, as ``"torch.nn.Linear"``."""
+        """Return the full names of an imported or builtin expression, such as ``"torch.nn.Linear"``."""
         found = self._names.get(node) or set()
         found = found() if callable(found) else found
         kinds = (QualifiedNameSource.IMPORT, QualifiedNameSource.BUILTIN)
         return {each.name for each in found if each.source in kinds}
 
     def is_a(self, node: cst.CSTNode | None, *names: str) -> bool:
-        """Return whether an expression, or the function of a call, is one of some full names."""
+        """Return whether an expression, or a call's function, has one of the full names."""
         if isinstance(node, cst.Call):
             node = node.func
         return node is not None and bool(self.names(node) & set(names))
 
     def calls(self, *names: str, within: cst.CSTNode | None = None) -> Iterator[cst.Call]:
-        """Yield the calls of some full names."""
+        """Yield the calls of functions with the given full names."""
         for call in self.find(cst.Call, within):
             if self.is_a(call, *names):
                 yield call
 
     def method_calls(self, method: str, within: cst.CSTNode | None = None) -> Iterator[tuple[cst.Call, cst.Attribute]]:
-        """Yield the calls of a method by its name, whatever it is a method of, with the attribute that is called."""
+        """Yield the calls of any object's method with this name, each with the called attribute."""
         for call in self.find(cst.Call, within):
             if isinstance(call.func, cst.Attribute) and call.func.attr.value == method:
                 yield call, call.func
 
     def assignment_of(self, value: cst.CSTNode) -> cst.Assign | None:
-        """Return the statement that gives a value to one target, as ``x = value``; none where it is used otherwise."""
+        """Return the statement ``x = value`` that assigns a value to a single target, or None."""
         above = self.parent(value)
         is_whole = isinstance(above, cst.Assign) and above.value is value and len(above.targets) == 1
         return above if is_whole and isinstance(above, cst.Assign) else None
 
     def reads(self, path: str | None, within: cst.CSTNode | None = None) -> Iterator[cst.Name | cst.Attribute]:
-        """Yield where a name, or a chain of attributes as ``"self.model"``, is used for what it holds.
+        """Yield the reads of a name, or of a chain of attributes such as ``"self.model"``.
 
-        Targets of assignments, names of keywords, attributes and definitions are left out. A target among others, a
-        parameter of the name and the like are not: there it is not plain what the name holds.
+        Targets of assignments, keywords, attribute names and defined names are left out. A target in a tuple, a
+        parameter and the like are included: there it is not clear what the name holds.
         """
         for node in self.nodes(within):
             if isinstance(node, (cst.Name, cst.Attribute)) and path is not None and path_of(node) == path:
@@ -186,22 +199,22 @@ class Script:
                     yield node
 
     def is_label(self, name: cst.CSTNode) -> bool:
-        """Return whether a name is that of a keyword or attribute, and no variable."""
+        """Return whether a name is a keyword or attribute, not a variable."""
         above = self.parent(name)
         return (isinstance(above, cst.Arg) and above.keyword is name) or (
             isinstance(above, cst.Attribute) and above.attr is name
         )
 
     def is_of_some_ranks(self, node: cst.CSTNode) -> bool:
-        """Return whether a node is in an ``if`` that asks for the rank."""
+        """Return whether a node is inside an ``if`` that tests the rank."""
         return any(isinstance(each, cst.If) and is_about_rank(self.code(each.test)) for each in self.ancestors(node))
 
     def listed(self, nodes: Sequence[cst.CSTNode]) -> str:
-        """Return arguments or imported names as text, with commas between."""
+        """Return arguments or imported names as text, separated by commas."""
         return ", ".join(self.code(each).rstrip().rstrip(",").rstrip() for each in nodes)
 
     def long_texts(self, within: cst.CSTNode | None = None) -> list[tuple[int, int]]:
-        """Return the spans of strings over several lines, whose lines must not be indented anew."""
+        """Return the spans of multi-line strings, whose lines must not be indented again."""
         return [
             self.span(node)
             for kind in (cst.SimpleString, cst.FormattedString)
@@ -210,19 +223,24 @@ class Script:
         ]
 
     def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Return whether a node is a part of another, or it."""
+        """Return whether a node is another node or a part of it."""
         start, end = self.span(node)
         first, last = self.span(outer)
         return first <= start and end <= last
 
     @cached_property
     def bound_names(self) -> set[str]:
-        """All names that the script uses for anything but attributes and keywords."""
+        """All names that the script uses other than as attributes and keywords."""
         return {node.value for node in self.find(cst.Name) if not self.is_label(node)}
 
 
+<<<<<<< HEAD
 def _refuse_unreadable(text: str, name: str) -> None:
     """Raise an error for a script that Python cannot read; libcst ends the process for some of them."""
+=======
+def _first_error(text: str) -> tuple[int | None, str] | None:
+    """Return the line and message of Python's syntax error, or None if Python finds none."""
+>>>>>>> b
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own
@@ -241,13 +259,13 @@ def _nested(name: str) -> str:
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
-    """Return the value that a call gives for a parameter, by its keyword or position; none where it gives none."""
+    """Return the value that a call passes for a parameter, by keyword or position, or None."""
     found = argument_node(call, keyword, position)
     return None if found is None else found.value
 
 
 def argument_node(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:
-    """Return the argument that a call gives for a parameter, by its keyword or position; none where it gives none."""
+    """Return the argument that a call passes for a parameter, by keyword or position, or None."""
     for index, arg in enumerate(call.args):
         if arg.keyword is not None:
             if arg.keyword.value == keyword:
@@ -260,7 +278,7 @@ def argument_node(call: cst.Call, keyword: str, position: int | None = None) -> 
 
 
 def keyword_of(arg: cst.Arg) -> str:
-    """Return the keyword of an argument; empty where it has none."""
+    """Return the keyword of an argument; empty if it has none."""
     return "" if arg.keyword is None else arg.keyword.value
 
 
@@ -275,7 +293,7 @@ def keywords_of(args: Sequence[cst.Arg]) -> set[str]:
 
 
 def path_of(node: cst.CSTNode | None) -> str | None:
-    """Return a name or a chain of attributes as text, as ``"self.model"``; none for anything else.
+    """Return a name or a chain of attributes as text, such as ``"self.model"``, or None for anything else.
 
     Example:
         >>> path_of(cst.parse_expression("self.model")), path_of(cst.parse_expression("f().x"))
@@ -290,7 +308,7 @@ def path_of(node: cst.CSTNode | None) -> str | None:
 
 
 def constant(node: cst.CSTNode | None) -> Any:
-    """Return the value of a number, string, truth value or None as it is written; ``...`` for anything else."""
+    """Return the value of a literal number, string, truth value or None; ``...`` for anything else."""
     if isinstance(node, (cst.Integer, cst.Float, cst.SimpleString)):
         return node.evaluated_value
     if isinstance(node, cst.Name):
@@ -299,7 +317,7 @@ def constant(node: cst.CSTNode | None) -> Any:
 
 
 def is_docstring(statement: cst.CSTNode) -> bool:
-    """Return whether a statement is nothing but a string."""
+    """Return whether a statement is only a string."""
     return (
         isinstance(statement, cst.SimpleStatementLine)
         and isinstance(statement.body[0], cst.Expr)
@@ -308,7 +326,7 @@ def is_docstring(statement: cst.CSTNode) -> bool:
 
 
 def is_about_rank(text: str) -> bool:
-    """Return whether a condition asks for the rank.
+    """Return whether a condition tests the rank.
 
     Example:
         >>> is_about_rank("rank == 0"), is_about_rank("dist.get_rank() == 0 and x"), is_about_rank("ranking")
@@ -327,7 +345,7 @@ def read(path: Path) -> tuple[Script, str]:
     """Read a script, and return it with the file's encoding.
 
     Raises:
-        ConversionError: it cannot be read, or is no Python.
+        ConversionError: the file cannot be read, or is not Python.
     """
     if path.suffix == ".ipynb":
         raise ConversionError(

@@ -1,4 +1,4 @@
-"""Where values of a script come from: what a name was given, through parameters and attributes too."""
+"""Find the expressions from which a value comes, through assignments, parameters and attributes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distwrap.convert.script import Function, Script, argument, path_of
 
 
 class Binding(NamedTuple):
-    """One place that gives a name a value.
+    """One assignment of a value to a name.
 
     Attributes:
         target: the name or attribute.
-        value: the expression, or none where the value is no expression of the script, as in a ``for``.
-        statement: in which it is.
-        unpacked: a call, of whose result the name is given one part.
-        part: the number of that part.
+        value: the expression, or None if the value is no expression of the script, as in a ``for``.
+        statement: the statement that assigns it.
+        unpacked: a call whose result is unpacked into several names.
+        part: the index of this name among them.
     """
 
     target: cst.CSTNode
@@ -31,7 +31,7 @@ class Binding(NamedTuple):
 
 
 class Values:
-    """Look-up of what names were given; knows the script's functions and who calls them."""
+    """Look-up of the values of names, the script's functions and their callers."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -80,13 +80,13 @@ class Values:
             self.bindings[self.scope(target, path), path].append(Binding(target, value, statement))
 
     def scope(self, node: cst.CSTNode, path: str) -> Function | cst.ClassDef | None:
-        """Return the function in which a name lives, the class of an attribute of self, or none for the file."""
+        """Return the function of a name, or the class of an attribute of self; None at module level."""
         if path.startswith("self."):
             return self.script.class_of(node)
         return self.script.function_of(node)
 
     def bound(self, node: cst.CSTNode, path: str | None = None) -> list[Binding]:
-        """Return what gives a name or attribute a value, in its own function or else in those around it."""
+        """Return the assignments of a name or attribute, in its own function or else in an enclosing scope."""
         path = path if path is not None else path_of(node)
         if path is None:
             return []
@@ -102,7 +102,7 @@ class Values:
             scope = self.script.function_of(scope)
 
     def parameter(self, function: Function | cst.ClassDef | None, name: str) -> int | None:
-        """Return the position of a parameter, -1 for one by keyword alone; none where there is none of the name."""
+        """Return the position of a parameter, -1 if keyword-only, or None if the function has no such parameter."""
         if not isinstance(function, cst.FunctionDef):
             return None
         params = [*function.params.posonly_params, *function.params.params]
@@ -112,7 +112,7 @@ class Values:
         return -1 if any(each.name.value == name for each in function.params.kwonly_params) else None
 
     def callers(self, function: Function) -> list[cst.Call]:
-        """Return the calls of a function of the file, of a method by ``self``, or of a class's ``__init__``."""
+        """Return the calls of a function of the file, of a method through ``self``, or of a class's ``__init__``."""
         name, owner = function.name.value, self.script.class_of(function)
         found = []
         for call in self.script.find(cst.Call):
@@ -130,14 +130,14 @@ class Values:
     def sources(
         self, node: cst.CSTNode, depth: int = 6, *, returned: bool = False
     ) -> Iterator[cst.BaseExpression | None]:
-        """Yield the expressions from which a value may come; none among them where one is not known.
+        """Yield the expressions from which a value may come; None stands for an unknown one.
 
         A chain such as ``Net().to(device)`` is one expression; names, parameters and attributes of self are followed.
 
         Args:
-            node: the value.
-            depth: how many steps are followed.
-            returned: follow what functions of the file return, too.
+            node: the expression to look up.
+            depth: the maximum number of steps to follow.
+            returned: also follow the return values of the file's functions.
         """
         path = path_of(node)
         if returned and isinstance(node, cst.Call) and path_of(node.func) in self.functions and depth:
@@ -168,12 +168,12 @@ class Values:
             elif binding.value is None:
                 yield None
             elif path_of(binding.value) == path or self._is_of_itself(binding.value, path):
-                continue  # model = model.to(device), which changes where it is and not what it is
+                continue  # model = model.to(device) does not change the source
             else:
                 yield from self.sources(binding.value, depth - 1, returned=returned)
 
     def _attribute(self, node: cst.CSTNode, depth: int, returned: bool) -> Iterator[cst.BaseExpression | None]:
-        """Yield where an attribute of an object of a class of the file may come from."""
+        """Yield the sources of an attribute of an object whose class is in the file."""
         owners = list(self.sources(node.value, depth - 1)) if isinstance(node, cst.Attribute) else []
         names = {path_of(each.func) if isinstance(each, cst.Call) else None for each in owners}
         name = names.pop() if len(names) == 1 else None
@@ -189,7 +189,7 @@ class Values:
                 yield from self.sources(binding.value, depth - 1, returned=returned)
 
     def _returns(self, call: cst.Call, part: int | None, depth: int) -> Iterator[cst.BaseExpression | None]:
-        """Yield where what a function of the file returns, or a part of it, may come from."""
+        """Yield the sources of a return value of a function of the file, or of one part of it."""
         function = self.functions[path_of(call.func) or ""]
         for each in self.script.find(cst.Return, function):
             if self.script.function_of(each) is not function:
@@ -216,7 +216,7 @@ class Values:
                 yield from self.sources(given, depth - 1, returned=returned)
 
     def given(self, function: Function, name: str, position: int) -> list[cst.BaseExpression | None]:
-        """Return what each caller gives for a parameter; none where a caller leaves it out."""
+        """Return the value that each caller passes for a parameter; None if it passes none."""
         if self.script.class_of(function) is not None:
             position -= 1  # self
         return [argument(call, name, position) for call in self.callers(function)]
@@ -227,7 +227,7 @@ def _returns_its_arguments(call: cst.Call) -> bool:
 
 
 def root_of(node: cst.CSTNode) -> cst.CSTNode:
-    """Return what a chain of moves begins with, as ``Net()`` of ``Net().to(device).train()``."""
+    """Return the start of a chain of moves, such as ``Net()`` in ``Net().to(device).train()``."""
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in MOVES:
         node = node.func.value
     return node

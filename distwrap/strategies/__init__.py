@@ -1,4 +1,4 @@
-"""Ways to replicate or divide a model: one protocol, one file a strategy; and what a strategy of one's own needs."""
+"""Strategies to replicate or divide a model, and the classes that a strategy of your own needs."""
 
 from distwrap.group.world import Layout, World
 from distwrap.model.in_sync import Held, tensors_of

@@ -1,4 +1,4 @@
-"""Gradient accumulation: several micro-batches a step, one exchange of gradients.
+"""Gradient accumulation: several micro-batches a step, with one exchange of gradients.
 
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html (``no_sync``)
 """
@@ -104,7 +104,7 @@ def no_sync(model: nn.Module | Sequence[nn.Module], *, enabled: bool = True) -> 
     try:
         for item in models:
             ddp = under_ddp(item)
-            # As in accumulate(): of a static graph torch sees two steps before exchanges can be left out.
+            # As in accumulate(), torch must see two steps of a static graph before exchanges can be left out.
             if getattr(ddp, "static_graph", False) and world.count(f"no_sync of {id(ddp)}") <= 2:
                 continue
             _sync_gradients(item, False)
@@ -124,7 +124,7 @@ def _models(model: nn.Module | Sequence[nn.Module], what: str) -> list[nn.Module
 
 
 class Accumulation(Iterator[tuple[Batch, Window]]):
-    """Iterator over micro-batches in windows, which a loop may leave, and another one go on with."""
+    """Iterator over micro-batches in windows; one loop may leave it, and another one continue it."""
 
     def __init__(self, loader: Iterable[Batch], steps: int, models: list[nn.Module]) -> None:
         self._loader, self._steps, self._loop = loader, steps, _Loop(models)
@@ -134,11 +134,11 @@ class Accumulation(Iterator[tuple[Batch, Window]]):
         return next(self._micro_batches)
 
     def __iter__(self) -> Iterator[tuple[Batch, Window]]:
-        ends = sys.is_finalizing  # at the interpreter's end no global is there any more
+        ends = sys.is_finalizing  # globals are gone when the interpreter ends
         try:
             while (item := next(self._micro_batches, None)) is not None:
                 yield item
-        finally:  # the loop was left, though somebody may hold this iterator
+        finally:  # the loop was left, but the iterator may still be referenced
             if not ends():
                 self._loop.release()
 
@@ -159,7 +159,7 @@ class _Loop:
     """Loop over windows.
 
     Attributes:
-        models: those whose gradients accumulate.
+        models: the models whose gradients accumulate.
     """
 
     def __init__(self, models: list[nn.Module]) -> None:
@@ -171,7 +171,7 @@ class _Loop:
     ) -> Generator[tuple[Batch, Window], None, None]:
         """Yield micro-batches and their windows."""
         windows = self._windows = current_world().part(Windows)
-        moves: list[Callable[[], None]] = []  # of positions; a window that was not stepped over is gone through again
+        moves: list[Callable[[], None]] = []  # of positions; a window without a step is repeated
         ends = sys.is_finalizing
         batches = _in_windows(loader, steps, lockstep)
         window, given = Window(0, ()), 0
@@ -196,7 +196,8 @@ class _Loop:
                     move(*moves)
                     moves.clear()
                 for model in self.models:
-                    # Of a static graph torch sees two steps before exchanges can be left out; a mean is its own mean.
+                    # torch must see two steps of a static graph before exchanges can be left out; averaging a mean
+                    # again keeps it.
                     is_static = given <= 2 and getattr(under_ddp(model), "static_graph", False)
                     _sync_gradients(model, window.last or is_static)
                 yield batch, window
@@ -205,7 +206,7 @@ class _Loop:
                 self.release()
 
     def release(self) -> None:
-        """Exchange gradients again, unless another loop has the models by now."""
+        """Exchange gradients again, unless another loop uses the models now."""
         if self._windows is not None and self._windows.under_way.pop(self, None) is not None:
             for model in self.models:
                 _sync_gradients(model, True)
@@ -214,7 +215,7 @@ class _Loop:
 def _in_windows(
     loader: Iterable[Batch], steps: int, lockstep: Lockstep[Any] | None
 ) -> Iterator[tuple[int, int, Batch]]:
-    """Yield the size of a window, a place in it, and the batch there."""
+    """Yield the size of a window, an index in it, and the batch at this index."""
     left = batches_left(loader) or 0 if lockstep is None else 0
     batches = iter(loader)
     while left > 0:
@@ -230,10 +231,10 @@ def _in_windows(
                 ) from None
             yield size, index, batch
         left -= size
-    while ahead := list(islice(batches, steps)):  # what has no length; and a loader is gone through to its end
+    while ahead := list(islice(batches, steps)):  # without a length; also runs a loader to its end
         lockstep = lockstep_of(loader) if lockstep is None else lockstep
         if lockstep is not None:
-            lockstep.step -= len(ahead)  # which the loop begins now
+            lockstep.step -= len(ahead)  # the loop begins these batches now
             if lockstep.preempted is not None:
                 return
         for index, batch in enumerate(ahead):
@@ -243,7 +244,7 @@ def _in_windows(
 
 
 def _sync_gradients(model: nn.Module, on: bool) -> None:
-    """Let the strategy of a model exchange gradients, or torch's own DDP, where the user has wrapped with that."""
+    """Switch the exchange of gradients of a model's strategy, or of torch's own DDP."""
     strategy = bound_strategy(model)
     if strategy is not None:
         strategy.sync_gradients(model, on)

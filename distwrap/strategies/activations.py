@@ -1,4 +1,4 @@
-"""Activations that a forward keeps for its backward, measured on the meta device, where nothing is computed.
+"""Size of the activations that a forward keeps for its backward, measured on the meta device without computing.
 
 Source: https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks
 """
@@ -12,11 +12,11 @@ from distwrap.errors import OptionError
 
 
 def activation_bytes(model: nn.Module, inputs: list[torch.Tensor]) -> int:
-    """Return the bytes that a forward keeps beside parameters, buffers and inputs.
+    """Return the bytes that a forward keeps for its backward, without parameters, buffers and inputs.
 
     Args:
-        model: on the meta device.
-        inputs: of a batch, there too.
+        model: a model on the meta device.
+        inputs: a batch on the meta device.
 
     Example:
         >>> with torch.device("meta"):
@@ -31,7 +31,7 @@ def activation_bytes(model: nn.Module, inputs: list[torch.Tensor]) -> int:
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if id(storage) not in ignored:
-            kept[id(storage)] = storage  # alive, so that no other gets its id
+            kept[id(storage)] = storage  # kept alive, so that no other storage gets its id
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -40,10 +40,10 @@ def activation_bytes(model: nn.Module, inputs: list[torch.Tensor]) -> int:
 
 
 def input_of(text: str) -> torch.Tensor:
-    """Return an input without numbers: a shape, and a type where it is not float32, as ``"32x128:int64"``.
+    """Return an input without numbers for a text with a shape and a type, as ``"32x128:int64"``.
 
     Raises:
-        OptionError: it is none.
+        OptionError: the text is not a shape with a type.
     """
     shape, _, kind = text.partition(":")
     dtype = getattr(torch, kind or "float32", None)

@@ -1,4 +1,4 @@
-"""Optimizers of parameters that a strategy has exchanged for others: they take over the new ones, or are refused."""
+"""Optimizers of parameters that a strategy has replaced: they take over the new ones, or are refused."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from distwrap.strategies.optimizer_share import refuse_whole
 
 
 class Replacement:
-    """Parameters of a model that a strategy has exchanged for others; optimizers that hold them go on with those.
+    """Parameters of a model that a strategy has replaced; optimizers that hold them take over the new ones.
 
-    Whatever else holds an old one gets an error where it uses it, and the old numbers are freed.
+    Any other use of an old parameter raises an error, and its memory is freed.
 
     Args:
-        old: the model's parameters as they were, by name, those with several names too.
-        model: with the new ones.
+        old: the model's old parameters by name, also by their further names.
+        model: the model with the new parameters.
     """
 
     def __init__(self, old: dict[str, nn.Parameter], model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class Replacement:
     def undo(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put the old parameters back, with the numbers of a full state."""
         now, back = dict(self._model.named_parameters(remove_duplicate=False)), []
-        made: dict[int, nn.Parameter] = {}  # of those that came without numbers
+        made: dict[int, nn.Parameter] = {}  # for parameters that came without numbers
         for name, (parameter, kind) in self._old.items():
             parameter.__class__ = kind
             numbers = state[name].to(now[name].device)
@@ -58,7 +58,7 @@ class Replacement:
 
 
 def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Let the optimizers that hold the first of each pair go on with the second."""
+    """Replace the first parameter of each pair by the second in all optimizers."""
     new = {id(before): after for before, after in pairs}
     for optimizer in instances(Optimizer):
         for group in optimizer.param_groups:
@@ -70,18 +70,18 @@ def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
 
 
 def _divide_state(optimizer: Optimizer) -> None:
-    """Divide a whole state, which ``optimizer.load_state_dict`` has taken on every rank, like the parameters."""
+    """Divide the whole state that ``optimizer.load_state_dict`` has loaded on every rank, like the parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             shards.divide_optimizer_state(optimizer, parameter, parameter)
 
 
-# Of a replaced parameter these are what they were.
+# Attributes that a replaced parameter keeps.
 _STAY = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "requires_grad")}
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter from before `wrap_model`, in whose place the model has another; whatever is done with it raises."""
+    """Parameter from before `wrap_model` that the model no longer has; any use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,24 +107,24 @@ def _refuse() -> NoReturn:
 
 
 class StepListener(Protocol):
-    """Listener to all optimizers."""
+    """Listener to the steps of all optimizers."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Act before a step."""
 
     def refuse_newcomers(self, held: set[int]) -> None:
-        """Act before the first step of an optimizer, which holds tensors of these ids."""
+        """Act before the first step of an optimizer that holds tensors with these ids."""
 
 
 class Adoption(RunPart):
-    """Look at each optimizer of divided parameters before its first step.
+    """Check of each optimizer of divided parameters before its first step.
 
     Attributes:
-        models: the divided models that somebody holds.
+        models: the divided models to which something refers.
     """
 
     def __init__(self, world: World) -> None:
-        self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # groups of each
+        self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # number of groups of each
         self.models: WeakSet[StepListener] = WeakSet()
         self._handle = register_optimizer_step_pre_hook(self._before)
         self._loads: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()

@@ -1,7 +1,7 @@
-"""A forward of a divided model is one of all ranks: where one rank runs it alone, that is an error, not a hang.
+"""Check that all ranks run each forward of a divided model, so that a forward of one rank is an error and not a hang.
 
-Forwards with gradients and those without come in turns. As a turn begins, and before each forward without gradients,
-ranks meet on the side channel, and tell which forward it is. Forwards with gradients within a turn cost nothing.
+Forwards with and without gradients come in turns. Ranks meet on the side channel when a turn begins, and before each
+forward without gradients, and compare which forward it is. Other forwards with gradients cost nothing.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from distwrap.supervision.activity import Activity
 from distwrap.wording import named_ranks
 
 PAUSE_SECONDS = 0.0005
-ASK_SECONDS = 0.5  # after which a rank that has not come is asked where it is
+ASK_SECONDS = 0.5  # until a missing rank is asked where it is
 
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")  # files of torch's
 _KINDS = {True: "with gradients", False: "without gradients"}
 
 
 class Counted(Protocol):
-    """Count of something that a model does on this rank, in each of its turns."""
+    """Counter of an operation of a model on this rank, in each of its turns."""
 
     turn: int
     count: int
 
 
 class Alignments(RunPart):
-    """The divided models of a run on this rank; it tells others where their forwards are.
+    """Divided models of a run on this rank, which answers other ranks where its forwards are.
 
     Attributes:
-        world: of the run.
+        world: the world of the run.
         has_left: whether this rank is at the end of the run.
-        meeting: at which other ranks are waited for: the number of the model, the turn, and the forward in it.
+        meeting: the meeting at which this rank waits: the number of the model, the turn, and the forward in it.
     """
 
     def __init__(self, world: World) -> None:
@@ -57,25 +57,25 @@ class Alignments(RunPart):
             world.channel.work.serve(f"{self._name}/{world.placement.rank}", self._where)
 
     def add(self, counted: Counted) -> str:
-        """Note what is counted of a model, and return the key of its notes, alike on all ranks."""
-        self._models[self._added + 1] = counted  # first: the channel's thread may look meanwhile
+        """Add a counter of a model, and return the key of its notes, which is the same on all ranks."""
+        self._models[self._added + 1] = counted  # first, since the channel's thread may read it
         self._added += 1
         return f"{self._name}/{self._added}"
 
     def ask(self, rank: int, key: str) -> tuple[list[int], str]:
-        """Return at which turn and forward of a model another rank is, and why it does not come; empty if it may."""
+        """Return the turn and forward of a model on another rank, and why it does not come; empty if it may come."""
         assert self.world.channel is not None
         position, why, meeting = json.loads(self.world.channel.work.ask(f"{self._name}/{rank}", rank, key))
         if meeting is not None:
             number, turn, count = meeting
             own = self._models.get(number)
-            if own is not None and (own.turn, own.count) >= (turn, count):  # this rank was there, so that one comes
+            if own is not None and (own.turn, own.count) >= (turn, count):  # passed here, so that rank will come
                 why = ""
         return position, why
 
     @contextmanager
     def waiting_at(self, key: str, counted: Counted) -> Iterator[None]:
-        """Note for what other ranks are waited for, which those that were there already are not to take for a halt."""
+        """Note the meeting at which this rank waits, so that ranks that have passed it do not take it for a hang."""
         self.meeting = int(key.rpartition("/")[2]), counted.turn, counted.count
         try:
             with self.world.part(Activity).waiting():
@@ -84,16 +84,16 @@ class Alignments(RunPart):
             self.meeting = None
 
     def close(self) -> None:
-        """Note that no forward comes any more."""
+        """Note that this rank runs no more forwards."""
         self.has_left = True
 
     def _where(self, key: str | None, waited: float) -> bytes:
         """Answer another rank; runs in the channel's thread."""
         number = int((key or "0").rpartition("/")[2])
-        is_to_come = number > self._added  # asked first: another thread adds
+        is_to_come = number > self._added  # read first, since another thread adds models
         model = self._models.get(number)
         if is_to_come and not self.has_left:
-            return json.dumps([[0, 0], "", None]).encode()  # on its way out of wrap_model()
+            return json.dumps([[0, 0], "", None]).encode()  # this rank is still in wrap_model()
         if model is None or self.has_left:
             return json.dumps([[0, 0], "has left the function, or no longer has the model", None]).encode()
         assert self.world.channel is not None
@@ -104,15 +104,15 @@ class Alignments(RunPart):
 
 
 class Alignment:
-    """The forwards of one model on this rank.
+    """Forwards of one model on this rank.
 
     Args:
-        model: its name, for messages.
-        ranks: which run its forwards together; by default all.
+        model: the name of the model, for messages.
+        ranks: the ranks that run its forwards together; by default all.
 
     Attributes:
-        turn: how many turns have begun.
-        count: forwards in this turn, with the one that runs.
+        turn: the number of turns that have begun.
+        count: the number of forwards in this turn, with the current one.
     """
 
     def __init__(self, model: str, ranks: Sequence[int] | None = None) -> None:
@@ -124,10 +124,10 @@ class Alignment:
         self._key = self._all.add(self)
 
     def forward(self) -> None:
-        """Count a forward that begins now, and wait for the other ranks where they have to meet.
+        """Count a forward that begins, and wait for the other ranks if they have to meet.
 
         Raises:
-            CollectiveError: another rank is not going to run it.
+            CollectiveError: another rank will not run it.
         """
         with_gradients = torch.is_grad_enabled()
         begins = with_gradients is not self._with_gradients
@@ -142,15 +142,15 @@ class Alignment:
             self._meet()
 
     def held(self) -> Held:
-        """Return the number of forwards, for ranks of which one may step more often than the others."""
+        """Return the number of forwards, to compare ranks of which one may step more often than the others."""
         return Held("the number of forwards until then", self._part, self._forwards)
 
     def interrupt(self) -> None:
-        """Let the ranks meet before the next forward, since an exception has ended one or its backward here."""
+        """Make the ranks meet before the next forward, after an exception in a forward or its backward."""
         self._with_gradients = None
 
     def _meet(self) -> None:
-        # Between nodes each meeting loads the store.
+        # Meetings between nodes load the store, so there are few of them.
         world = self._all.world
         if world.channel is None or not (world.placement.nnodes == 1 or is_power_of_two(self.count)):
             return
@@ -178,7 +178,7 @@ class Alignment:
             channel.note(f"{self._key}/verdict", json.dumps([self.turn, self.count, verdict]))
 
     def _wait_for_verdict(self, first: int) -> None:
-        """Wait until the first rank has seen all others come to this forward."""
+        """Wait until the first rank has seen all others reach this forward."""
         channel = self._all.world.channel
         assert channel is not None
         asked_at = time.monotonic()
@@ -195,7 +195,7 @@ class Alignment:
                     self._refuse(first, why)
 
     def _wait_for(self, other: int) -> None:
-        """Wait until another rank comes to this forward too, while it may."""
+        """Wait until another rank reaches this forward too, as long as it may."""
         channel = self._all.world.channel
         assert channel is not None
         asked_at, seen = time.monotonic(), dict[int, tuple[list[int], str]]()
@@ -216,11 +216,11 @@ class Alignment:
                     self._refuse(other, why)
         if turn == self.turn and (kind is not self._with_gradients or before != self._before):
             self._refuse(other, f"has run {before} forwards before one {_KINDS[kind]}, and this rank {self._before}")
-        if turn > self.turn and before < self.count:  # else it was here before, and does not wait in its forwards
+        if turn > self.turn and before < self.count:  # else it was here before, and does not wait in a forward
             self._refuse(other, f"has gone on to one {_KINDS[kind]} after {before}")
 
     def _absent(self, other: int, answer: tuple[list[int], str]) -> dict[int, tuple[list[int], str]]:
-        """Return what ranks answer that have not come here: one that computes may be what another one waits for."""
+        """Return the answers of all missing ranks, since one that computes may be what another waits for."""
         place = self._all.world.placement
         answers = {other: answer}
         for rank in range(place.world_size):

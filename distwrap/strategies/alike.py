@@ -1,4 +1,4 @@
-"""Proof that ranks which compute together run on one batch, and those of a pipeline draw the same random numbers."""
+"""Check that ranks which compute together get the same batch, and that ranks of a pipeline draw the same numbers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _HINT = "Take the batches from distwrap.shard_loader(loader), which gives all th
 
 
 class Alike:
-    """Comparison of what ranks that compute together are given: at the first pass, and at pass 2, 4, 8, ….
+    """Comparison of the inputs of ranks that compute together: at pass 1, 2, 4, 8, ….
 
     Args:
         group: the ranks.
-        device: on which they compute.
-        what: they are, in words.
+        device: the device on which they compute.
+        what: a description of the ranks, for messages.
         draws_alike: whether they draw the same random numbers.
     """
 
@@ -36,7 +36,7 @@ class Alike:
         """Compare the arguments of a method.
 
         Raises:
-            ModelError: the ranks have been given others.
+            ModelError: the ranks have different arguments.
         """
         self._passes += 1
         if self._passes == 1:
@@ -70,7 +70,7 @@ class Alike:
             )
 
     def _align(self) -> None:
-        """Let the generator of the first rank be that of all, which a loop may have seeded by rank."""
+        """Give all ranks the generator of the first rank, as a loop may have seeded it by rank."""
         state = torch.get_rng_state().to(self._device)
         dist.broadcast(state, self._ranks[0], self._group)
         torch.set_rng_state(state.cpu())

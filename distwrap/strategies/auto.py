@@ -1,4 +1,4 @@
-"""``strategy="auto"``: the plainest strategy whose estimated memory fits on the smallest device of all ranks."""
+"""``strategy="auto"``: the simplest strategy whose estimated memory fits on the smallest device of all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from distwrap.strategies.estimate import Need, estimate, optimizer as optimizer_
 
 
 def _of_chosen(name: str) -> Callable[..., Any]:
-    """Return the method that calls the one of this name of the strategy that was chosen for a model or optimizer."""
+    """Return a method that calls the same method of the strategy chosen for a model or optimizer."""
 
     def method(self: AutoStrategy, thing: nn.Module | Optimizer, *args: Any, **kwargs: Any) -> Any:
         return getattr(_chosen(thing), name)(thing, *args, **kwargs)
@@ -38,18 +38,18 @@ def _of_chosen(name: str) -> Callable[..., Any]:
 
 
 class AutoStrategy(Strategy):
-    """The plainest of ddp, zero1, zero2, hsdp and fsdp that fits, chosen for each model when it is wrapped.
+    """The simplest of ddp, zero1, zero2, hsdp and fsdp that fits, chosen when each model is wrapped.
 
-    The optimizer is not known then, nor the activations: a quarter of the device is left for them.
+    The optimizer and the activations are not known then: a quarter of the device is left for activations.
 
     Args:
-        device_memory: of the device of each rank, as ``"80GB"``; by default what the device has, or on the CPU this
-            rank's share of the host's memory; of all ranks, the smallest.
-        optimizer: that is to be assumed, as ``"adamw"`` or ``"sgd(momentum=0.9)"``.
-        backend: of the process group.
+        device_memory: the memory of each rank's device, as ``"80GB"``; by default the device's own, or on the CPU this
+            rank's share of the host's memory. The smallest of all ranks counts.
+        optimizer: the optimizer to assume, as ``"adamw"`` or ``"sgd(momentum=0.9)"``.
+        backend: the backend of the process group.
 
     Raises:
-        OptionError: one of them is none.
+        OptionError: an argument is not valid.
 
     Example:
         >>> AutoStrategy(device_memory="80GB")
@@ -112,7 +112,7 @@ def memory_of(device: torch.device, ranks_here: int) -> int:
     """Return the bytes for one rank: those of its device, or its share of the host's memory.
 
     Raises:
-        OptionError: nobody tells them.
+        OptionError: torch does not know the size.
     """
     memory = kind_of(device).memory(device)
     if memory is None:
@@ -121,20 +121,20 @@ def memory_of(device: torch.device, ranks_here: int) -> int:
 
 
 class _Taken(RunPart):
-    """Bytes that the models of one run take, by the strategies chosen for them."""
+    """Bytes that the models of one run need, by the strategies chosen for them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.by: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def beside(self, model: nn.Module) -> int:
-        """Return the other models that are trained and still exist."""
+        """Return the bytes of the other models that are trained and still exist."""
         others = {unwrap_model(wrapped) for wrapped in self._world.part(WrappedModels)} - {unwrap_model(model)}
         return sum(self.by.get(other, 0) for other in others)
 
 
 def _takes(strategy: Strategy, run: Options) -> bool:
-    """Return whether a strategy takes the run's options, as its ``comm=``."""
+    """Return whether a strategy accepts the run's options, such as ``comm=``."""
     try:
         strategy.check(replace(run, strategy=strategy))
     except OptionError:
@@ -143,7 +143,7 @@ def _takes(strategy: Strategy, run: Options) -> bool:
 
 
 def _bind_optimizers(model: nn.Module, chosen: Strategy) -> None:
-    """Bind optimizers of a model to the strategy that was chosen, which were prepared before there was one."""
+    """Bind optimizers that were prepared before their model to the strategy chosen for the model."""
     own, bound = set(map(id, model.parameters())), current_world().part(WrappedModels).bound
     for thing, strategy in list(bound.items()):
         if isinstance(strategy, AutoStrategy) and isinstance(thing, Optimizer) and own & parameters_of(thing).keys():
@@ -151,7 +151,7 @@ def _bind_optimizers(model: nn.Module, chosen: Strategy) -> None:
 
 
 def _chosen(thing: nn.Module | Optimizer) -> Strategy:
-    """Return the strategy of a model, or of the first model of an optimizer; one that does nothing where none is."""
+    """Return the strategy of a model, or of an optimizer's first model; a neutral one if there is none."""
     models = [thing] if isinstance(thing, nn.Module) else current_world().part(WrappedModels).of_optimizer(thing)
     found = [strategy for each in models if (strategy := bound_strategy(each)) is not None]
     return next((strategy for strategy in found if not isinstance(strategy, AutoStrategy)), Strategy())

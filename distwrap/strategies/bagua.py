@@ -1,4 +1,4 @@
-"""Bagua's algorithms under Bagua's names, for loops that used it: its package can no longer be installed.
+"""Bagua's algorithms under Bagua's names, for loops that used it; its package can no longer be installed.
 
 Source: https://github.com/BaguaSys/bagua (``bagua.torch_api.algorithms``), and Lightning 1.9's ``BaguaStrategy``.
 """
@@ -16,7 +16,7 @@ from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.wording import unknown_name
 
-# Bagua's name: ours, the options that differ in name, and whether Bagua's is hierarchical by itself.
+# By Bagua's name: distwrap's name, the options with other names, and whether Bagua's is hierarchical by default.
 _NAMES: dict[str, tuple[str, dict[str, str], bool]] = {
     "gradient_allreduce": ("allreduce", {}, False),
     "bytegrad": ("bytegrad", {}, True),
@@ -26,20 +26,20 @@ _NAMES: dict[str, tuple[str, dict[str, str], bool]] = {
     "async": ("async", {"peer_selection_mode": ""}, False),
 }
 _OPTIONS = ("hierarchical", "peer_selection_mode", "communication_interval", "sync_interval_ms", "warmup_steps")
-# Options of Bagua's that chose how it did what is done here in one way.
+# Options of Bagua's that choose between ways of which distwrap has only one.
 _IGNORED = ("flatten", "do_flatten", "average")
 
 
 class BaguaStrategy(DDPStrategy):
-    """DDP that exchanges by one of Bagua's algorithms.
+    """DDP with one of Bagua's algorithms of exchange.
 
     Args:
         algorithm: ``"gradient_allreduce"``, ``"bytegrad"``, ``"decentralized"``, ``"low_precision_decentralized"``,
             ``"qadam"`` or ``"async"``.
-        **options: the algorithm's, under Bagua's names, and DDP's.
+        **options: options of the algorithm, under Bagua's names, and of DDP.
 
     Raises:
-        OptionError: Bagua has no such algorithm, or the option is neither's.
+        OptionError: Bagua has no such algorithm, or neither it nor DDP has the option.
     """
 
     def __init__(self, algorithm: str = "gradient_allreduce", **options: Any) -> None:
@@ -57,7 +57,7 @@ class BaguaStrategy(DDPStrategy):
 
 
 def translated(name: str, options: dict[str, Any]) -> Algorithm:
-    """Make our algorithm of Bagua's name and options.
+    """Return distwrap's algorithm for Bagua's name and options.
 
     Raises:
         OptionError: there is no such algorithm, or it has no such option.

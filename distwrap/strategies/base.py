@@ -1,4 +1,4 @@
-"""The protocol of strategies: how ranks meet and are arranged, and how models and optimizers are prepared and used."""
+"""The base class of strategies: how ranks meet, and how models and optimizers are prepared and used."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Wrapping:
     """Instructions for wrapping a model.
 
     Attributes:
-        device: on which it computes.
-        in_precision: in which it computes, on that device.
+        device: the device on which the model computes.
+        in_precision: the precision in which it computes on that device.
         forward_methods: the methods that may run a forward.
         comm: the algorithm of exchange; ``None`` for DDP's own.
-        options: for the strategy, as ``find_unused_parameters`` for DDP.
+        options: options for the strategy, as ``find_unused_parameters`` for DDP.
     """
 
     device: torch.device
@@ -88,19 +88,19 @@ class Strategy:
     # In the caller
 
     def check(self, run: Options) -> None:
-        """Refuse a run before any process starts, or before a model is wrapped: a missing package, options that clash.
+        """Refuse a run before a process starts or a model is wrapped: missing packages, options that clash.
 
         Raises:
-            OptionError: says what to install or to change.
+            OptionError: the run is refused; the message says what to install or change.
         """
 
     # When the ranks meet
 
     def join(self, placement: Placement, options: Options, secret: bytes) -> World | None:
-        """Meet the other ranks in a way of this strategy's own, and return their world, which is then the current one.
+        """Meet the other ranks in this strategy's own way, and return their world, which becomes the current one.
 
         Returns:
-            ``None`` where they meet as under any other strategy.
+            ``None`` if they meet as under any other strategy.
         """
         return None
 
@@ -108,74 +108,74 @@ class Strategy:
         """Make the process group, by default by ``torch.distributed.init_process_group``.
 
         Args:
-            backend: as the run has chosen it.
-            **arguments: ``store``, ``rank``, ``world_size``, ``timeout`` and ``device_id``, for torch.
+            backend: the backend that the run has chosen.
+            **arguments: ``store``, ``rank``, ``world_size``, ``timeout`` and ``device_id`` for torch.
         """
         dist.init_process_group(backend, **arguments)
 
     def setup(self, world: World) -> Layout | None:
-        """Arrange the ranks, once several have met; every rank calls it, for the strategy of the run alone.
+        """Arrange the ranks when several have met. Every rank calls it, only for the strategy of the run.
 
         Returns:
-            Which share of the data this rank takes; ``None`` where each rank takes one of its own.
+            The share of the data for this rank; ``None`` if each rank takes its own.
         """
         return None
 
     # Models and optimizers
 
     def choose(self, model: nn.Module, run: Options, device: torch.device) -> Strategy:
-        """Return the strategy that is to prepare this model: itself, unless it chooses among others.
+        """Return the strategy that prepares this model: itself, unless it chooses among others.
 
-        `wrap_model` calls it on every rank, and binds the model to what is returned, which is to be alike on all ranks.
+        `wrap_model` calls it on every rank, and binds the model to the result, which must be the same on all ranks.
         """
         return self
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
-        """Return the model that the loop trains.
+        """Return the model for the loop to train.
 
-        The model given is on its device, and in its weights' type, unless the strategy `places_model` itself.
+        The given model is on its device, with its weights in their type, unless the strategy `places_model` itself.
         """
         raise NotImplementedError(f"{type(self).__name__} has no prepare_model().")
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
-        """Return the optimizer that the loop steps; a subclass of `DDPStrategy` hands it on to ``super()``."""
+        """Return the optimizer for the loop to step; subclasses of `DDPStrategy` must call ``super()``."""
         return optimizer
 
     # A step
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a loss, which is scaled where the precision is fp16; for `distwrap.backward`."""
+        """Compute the gradients of a loss, which is scaled under fp16; for `distwrap.backward`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def sync_gradients(self, model: nn.Module, on: bool) -> None:
-        """Exchange the gradients of the next backwards, or let them accumulate on this rank; for `accumulate`."""
+        """Switch the exchange of gradients in the next backwards on or off; for `accumulate`."""
 
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
-        """Return what has accumulated on this rank, to be rescaled in place; for `scale_loss`."""
+        """Return the gradients accumulated on this rank, to rescale in place; for `scale_loss`."""
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     def clip(
         self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
     ) -> torch.Tensor | float | None:
-        """Clip gradients to a norm over the whole model, whatever part of it is here; return the norm before."""
+        """Clip gradients by the norm over the whole model, whatever part of it is here; return that norm."""
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def norm(self, optimizer: Optimizer) -> torch.Tensor | float | None:
-        """Return the norm by which the last step has clipped, where `clip` could not tell it before the step."""
+        """Return the norm by which the last step has clipped, if `clip` could not know it before the step."""
         return None
 
     def has_overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether gradients that are on other ranks alone overflowed under fp16, so that all skip the step."""
+        """Return whether gradients on other ranks alone overflowed under fp16, so that all skip the step."""
         return False
 
     def step(self, optimizer: Optimizer) -> bool | None:
         """Step an optimizer, for `distwrap.optimizer_step`.
 
-        Under fp16 the gradients are unscaled already, and a rank on which one overflowed does not come here. So ranks
-        must have the same gradients before the step, as under DDP; a strategy that exchanges in it `owns_scale`.
+        Under fp16 the gradients are already unscaled, and a rank with an overflow does not call it. So all ranks must
+        have the same gradients before the step, as under DDP; a strategy that exchanges within it `owns_scale`.
 
         Returns:
-            ``False`` where the step was skipped.
+            ``False`` if the step was skipped.
         """
         optimizer.step()
         return True
@@ -183,32 +183,32 @@ class Strategy:
     # State
 
     def consolidate(self, model: nn.Module) -> None:
-        """Give every rank one set of weights, for `distwrap.consolidate`; by default all have the same already."""
+        """Give every rank one set of weights, for `distwrap.consolidate`; by default they already have the same."""
 
     def held(self, model: nn.Module) -> Iterable[Held]:
-        """Return the tensors that must be alike on all ranks that hold the same part, for the proof of it.
+        """Return the tensors that must be equal on all ranks with the same part, for the comparison.
 
-        By default all of a model that every rank has whole, and nothing of one that a strategy divides, which alone
-        knows the parts.
+        By default these are all tensors of a model that every rank has as a whole, and none of a model that a strategy
+        divides, since only the strategy knows the parts.
         """
         return () if self.shards else tensors_of(model)
 
     def is_divided(self, thing: nn.Module | Optimizer) -> bool:
-        """Return whether no rank alone has the state of a model or optimizer; by default as `shards` says."""
+        """Return whether no single rank has the state of a model or optimizer; by default as `shards`."""
         return self.shards
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        """Return the full state of a model or optimizer, with the plain model's keys, as one process would have it.
+        """Return the full state of a model or optimizer, with the plain model's keys, as in one process.
 
         Args:
             thing: a model that this strategy has prepared, or an optimizer of its parameters, prepared or not.
-            everywhere: whether every rank needs it, or rank 0 alone, where it is put together from several.
+            everywhere: whether every rank needs a state that is put together from several ranks, or only rank 0.
         """
         plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
         return plain.state_dict()
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        """Load what `state` has returned, under this strategy or any other; every rank calls it with all of it."""
+        """Load a `state` of this or any other strategy; every rank calls it with all of it."""
         if isinstance(thing, nn.Module):
             thing = unwrap_model(thing)
             state = strip_module_prefix(state, target=thing)
@@ -217,40 +217,39 @@ class Strategy:
     def give_back(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
-        """Make the caller's own model or optimizer what it was before, with a full state; for ``retrofit``."""
+        """Restore the caller's own model or optimizer with a full state; for ``retrofit``."""
         original.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.
+        """Return the `state` with this rank's piece of each divided tensor, for a checkpoint in parts.
 
         Every rank calls it, and returns the same names. A tensor of which each rank has another piece is a ``DTensor``;
-        torch's distributed checkpoint puts the pieces together, or rank 0 one tensor after the other for a single file.
-        Any other tensor must be alike on all ranks, and of what is no tensor rank 0's is saved. `load_state` gets whole
+        torch's distributed checkpoint puts its pieces together, or rank 0 does so tensor by tensor for a single file.
+        Any other tensor must be equal on all ranks, and other values are saved from rank 0. `load_state` gets whole
         tensors, at any number of ranks, unless `parts_to_load` asks for pieces.
 
         Returns:
-            ``None`` where everything is whole here, so that `state` has it.
+            ``None`` if this rank has everything, so that `state` is used.
         """
         return None
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a stored state with what this rank needs of it, so that no rank reads all of a large one.
+        """Return a stored state reduced to what this rank needs, so that no rank reads all of a large one.
 
-        In the place of a tensor of which it needs a piece is an empty ``DTensor``, and ``None`` in the place of one of
-        which it needs nothing; what is left is read whole. A checkpoint fills them, out of parts or of a file, and
-        gives the result to `load_state`.
+        A tensor of which this rank needs a piece is replaced by an empty ``DTensor``, and one that it does not need by
+        ``None``; other tensors are read whole. The checkpoint fills them, and passes the result to `load_state`.
 
         Args:
             thing: as for `state`.
-            state: what was saved of it, under any strategy; its tensors may have no numbers yet. Its keys stay.
+            state: the saved state, from any strategy; its tensors may have no numbers yet. Its keys must stay.
 
         Returns:
-            ``None`` where `load_state` is to get whole tensors.
+            ``None`` if `load_state` needs whole tensors.
         """
         return None
 
     def checkpoint_io(self) -> str | CheckpointIO:
-        """Return how `distwrap.save` writes where its ``io`` is ``"auto"``: a name that it takes, or an object."""
+        """Return the format of `distwrap.save` if its ``io`` is ``"auto"``: a name or an object."""
         return "auto"
 
     def __repr__(self) -> str:

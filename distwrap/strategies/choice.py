@@ -1,4 +1,4 @@
-"""The plainest strategy that fits into a rank's memory, and why."""
+"""Choose the simplest strategy that fits into a rank's memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from distwrap.strategies.estimate import Need
 from distwrap.wording import as_size
 
-# Shares of a device that an estimate may fill. The rest is for activations, where they are not in it, and for what
-# torch takes for moments and loses in gaps.
+# Shares of a device that an estimate may fill. The rest is for unknown activations, and for torch's temporary memory
+# and fragmentation.
 _WITHOUT_ACTIVATIONS, _WITH_ACTIVATIONS = 0.75, 0.88
 
 
@@ -18,8 +18,8 @@ class Choice:
     """A recommendation.
 
     Attributes:
-        strategy: its name.
-        fits: whether its estimate leaves room in the memory of a rank.
+        strategy: the name of the strategy.
+        fits: whether its estimate leaves room in a rank's memory.
         why: the numbers, in words.
     """
 
@@ -32,9 +32,9 @@ def recommended(needs: Sequence[Need], memory: int, activations: int | None = No
     """Return the first strategy that leaves room in a rank's memory, or else the one that needs least.
 
     Args:
-        needs: of the strategies, the plainest first.
-        memory: bytes of the device of a rank.
-        activations: bytes of them; ``None`` where they are not known.
+        needs: the needs of the strategies, from the simplest on.
+        memory: the bytes of a rank's device.
+        activations: the bytes of activations; ``None`` if unknown.
 
     Example:
         >>> needs = [Need("ddp", 6, 6, 6, 12), Need("zero1", 6, 6, 6, 6), Need("fsdp", 3, 3, 0, 6, 4)]
@@ -54,7 +54,7 @@ def recommended(needs: Sequence[Need], memory: int, activations: int | None = No
 
 
 def fit(need: Need, memory: int, activations: int | None = None) -> str:
-    """Return ``"fits"``, ``"tight"`` where it leaves too little room, ``"too large"``, or nothing if unknown."""
+    """Return ``"fits"``, ``"tight"`` if too little room is left, ``"too large"``, or an empty text if unknown."""
     if need.why_not:
         return ""
     share = _WITHOUT_ACTIVATIONS if activations is None else _WITH_ACTIVATIONS

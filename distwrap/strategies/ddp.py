@@ -1,4 +1,4 @@
-"""One process a device, gradients averaged during the backward: torch's DistributedDataParallel.
+"""The strategy ddp: a process for each device, with torch's DistributedDataParallel.
 
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
@@ -55,7 +55,7 @@ class DDPStrategy(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             take_rank_zero_weights(model)
             refuse_unfreezing(model.named_parameters())
-            return local(model, wrapping)  # nothing to average; DDP would refuse
+            return local(model, wrapping)  # DDP refuses a model with nothing to average
         models = world.part(WrappedModels)
         for other in models:
             if isinstance(other, DistributedModel) and unwrap_model(other) is unwrap_model(model):
@@ -75,20 +75,20 @@ class DDPStrategy(Strategy):
         if comm is not None:
             wrapped._distwrap.exchange = comm.attach(wrapped, world)
         bind(wrapped, self)
-        models.add(wrapped)  # here, since a subclass may return something around it, as torch.compile does
+        models.add(wrapped)  # here, since a subclass may wrap it again, as torch.compile does
         return wrapped
 
     def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
-        """Choose the class around the model."""
+        """Return the class to wrap the model in."""
         return DistributedModel if comm is None or comm.same_weights else ReplicaModel
 
     def devices(self, wrapping: Wrapping) -> dict[str, Any]:
-        """Choose DDP's ``device_ids``."""
+        """Return DDP's ``device_ids``."""
         return {"device_ids": [wrapping.device.index]}
 
     def sync_gradients(self, model: nn.Module, on: bool) -> None:
         for wrapped in current_world().part(WrappedModels):
-            ddp = under_ddp(wrapped)  # torch's own too, which a subclass may return
+            ddp = under_ddp(wrapped)  # also torch's own, which a subclass may return
             if ddp is not None and unwrap_model(ddp) is unwrap_model(model):
                 ddp.require_backward_grad_sync = on
 

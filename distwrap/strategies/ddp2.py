@@ -1,7 +1,7 @@
-"""One process a node over all its devices, gradients averaged across nodes: Lightning's former ``ddp2``.
+"""Lightning's former strategy ``ddp2``: a process for each node, which uses all its devices.
 
-Inside the process torch's DataParallel splits the batch over threads, in full precision; between the nodes it is DDP,
-with any algorithm of exchange. On the CPU, and with one device a node, it is DDP with one process a node.
+In each process torch's DataParallel splits the batch over threads, in full precision. Between the nodes it is DDP, with
+any algorithm of exchange. On the CPU, or with one device a node, it is DDP with one process a node.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from distwrap.strategies.dp import check_over_devices
 
 
 class DDP2Strategy(DDPStrategy):
-    """DDP between nodes, DataParallel inside; takes DDP's options."""
+    """DDP between nodes, and DataParallel within a node; takes DDP's options."""
 
     launches = "node"
 

@@ -1,7 +1,7 @@
 """Changes of a part of a divided tensor, as ``weight[:3].zero_()`` and ``weight.grad[mask] = 0``.
 
-Where torch has to put the part together from several ranks, it is a copy, in which a change would be lost. Here the
-change goes on to the tensor of which it is a part, as in one process; every rank makes it.
+If torch has to put the part together from several ranks, it is a copy, in which a change would be lost. Here the change
+is also made in the whole tensor, as in one process; every rank must make it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distwrap._internals.torch_sharding import is_in_pieces, is_view
 from distwrap.nesting import rebuilt
 from distwrap.strategies import shards
 
-# What returns a view of a plain tensor.
+# Methods that return a view of a plain tensor.
 _VIEWS = (
     *("__getitem__", "select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "diagonal"),
     *("view", "view_as", "reshape", "flatten", "ravel", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as"),
@@ -29,11 +29,11 @@ _NOT_IN_PLACE = {"requires_grad_", "retain_grad_", "rename_", "share_memory_", "
 
 @dataclass(frozen=True)
 class _PartOf:
-    """The place of a copy in the tensor of which it is a part.
+    """Position of a copied part in its tensor.
 
     Attributes:
         source: the divided tensor.
-        view: returns the part of a tensor like it.
+        view: returns this part of a tensor of the same shape.
     """
 
     source: DTensor
@@ -44,10 +44,10 @@ _parts: MutableMapping[torch.Tensor, _PartOf] = WeakIdKeyDictionary()
 
 
 def changes(already: dict[str, Any]) -> dict[str, Any]:
-    """Return the methods of ``DTensor`` by which changes of parts are changes of the whole.
+    """Return methods for ``DTensor`` that apply changes of parts to the whole tensor.
 
     Args:
-        already: other methods, which act as well.
+        already: other replaced methods, which are called too.
     """
     found: dict[str, Any] = {name: _viewing(getattr(torch.Tensor, name)) for name in _VIEWS}
     for name in _in_place():
@@ -57,7 +57,7 @@ def changes(already: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_part(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Note that a tensor, as ``.data``, has the numbers of another one, which may be a part."""
+    """Note that a tensor, such as ``.data``, has the numbers of another one, which may be a part."""
     if other in _parts:
         _parts[tensor] = _parts[other]
 
@@ -94,7 +94,7 @@ def _viewing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_uneven(tensor: DTensor) -> bool:
-    """Return whether ranks have unlike parts, or parts in pieces, of which torch makes no views of another shape."""
+    """Return whether ranks have parts of different sizes or in pieces, of which torch makes no reshaped views."""
     pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return any(
         is_in_pieces(placement) or (isinstance(placement, Shard) and tensor.shape[placement.dim] % ranks > 0)
@@ -107,7 +107,7 @@ def _on_all_ranks(pattern: DTensor, leaf: Any) -> Any:
 
 
 def _is_copy(part: Any, tensor: DTensor) -> bool:
-    """Return whether a part has numbers of its own on this rank."""
+    """Return whether a part has its own numbers on this rank."""
     if not isinstance(part, DTensor) or part is tensor:
         return False
     own, its = shards.local(part), shards.local(tensor)
@@ -115,11 +115,11 @@ def _is_copy(part: Any, tensor: DTensor) -> bool:
 
 
 def _would_be_view(method: Callable[..., Any], tensor: DTensor, args: Any, kwargs: Any, number: int | None) -> bool:
-    """Return whether one process would have a view, so that a change of it changes the tensor."""
+    """Return whether one process would have a view, so that changing it changes the tensor."""
     positional, named = rebuilt([list(args), kwargs], lambda leaf, _: _on_meta(leaf))
     try:
         result = method(_on_meta(tensor), *positional, **named)
-    except Exception:  # noqa: BLE001 - a mask, whose result has a size of its own, is none
+    except Exception:  # noqa: BLE001 - as by a mask, which makes no view
         return False
     return is_view(result if number is None else result[number])
 
@@ -141,7 +141,7 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_back(part: DTensor) -> None:
-    """Put the numbers of a part where they belong; every rank calls it."""
+    """Copy the numbers of a part into its tensor; every rank calls it."""
     known = _parts.get(part)
     if known is None:
         return

@@ -1,4 +1,4 @@
-"""Uses of divided parameters that torch would let pass, and that would be lost, or save a part: they work, or raise."""
+"""Make uses of divided parameters work or raise where torch would silently lose a change, or save a part."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from distwrap.strategies.alignment import Alignment
 _NUMBERS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 _DRAW = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 _SAVES_PARTS = ("torch.distributed.checkpoint", "distwrap.checkpoint")
-_given_out: MutableMapping[DTensor, list[ref[DTensor]]] = WeakIdKeyDictionary()  # what ``tensor.data`` has returned
+_given_out: MutableMapping[DTensor, list[ref[DTensor]]] = WeakIdKeyDictionary()  # results of ``tensor.data``
 
 
 class DividedTensors(RunPart):
-    """Changes of ``DTensor`` for the time of one run.
+    """Changes of ``DTensor`` during one run.
 
-    ``tensor.data = …`` acts, as do changes of parts, and pickling one is an error. ``tensor.item()``, as of the norm of
-    a weight, is the number of the whole, of which torch returns this rank's part. What draws a weight's numbers draws
-    those of one process.
+    ``tensor.data = …`` and changes of parts have an effect, and pickling a part is an error. ``tensor.item()``, as of a
+    weight's norm, returns the number of the whole tensor, and not of this rank's part. Functions that initialise a
+    weight draw the numbers of one process.
     """
 
     def __init__(self, world: World) -> None:
@@ -48,7 +48,7 @@ class DividedTensors(RunPart):
             setattr(DTensor, name, change)
 
     def close(self) -> None:
-        """Make it what it was."""
+        """Restore ``DTensor``."""
         copyreg.dispatch_table.pop(DTensor, None)
         self._give_back_draws()
         for name, change in self._changes.items():
@@ -57,10 +57,10 @@ class DividedTensors(RunPart):
 
 
 class _Numbers(Alignment):
-    """Python numbers of divided tensors, for which all ranks add up their parts."""
+    """Reads of Python numbers from divided tensors, in which all ranks take part."""
 
     def taken_by(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of ``Tensor`` that returns numbers, for ``DTensor``."""
+        """Return a method for ``DTensor`` that returns numbers of the whole tensor."""
 
         def number(tensor: DTensor, *args: Any) -> Any:
             if not all(placement.is_replicate() for placement in tensor.placements):
@@ -79,12 +79,12 @@ class _Numbers(Alignment):
 
 
 def _formatted(tensor: DTensor, words: str) -> str:
-    """Write a number as torch does for a plain tensor, and any other tensor as it is."""
+    """Format a number as torch does for a plain tensor, and other tensors by default."""
     return format(tensor.item(), words) if tensor.dim() == 0 else object.__format__(tensor, words)
 
 
 def refuse_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Make ``register_hook`` of parameters an error: the exchange that gives them a gradient calls no such hook."""
+    """Make ``register_hook`` of parameters an error, since a gradient from an exchange calls no such hook."""
     for parameter in parameters:
         parameter.__dict__["register_hook"] = _refuse_hook
 
@@ -97,9 +97,9 @@ def _refuse_hook(hook: Any) -> NoReturn:
 
 
 def _drawing(name: str) -> Callable[..., DTensor]:
-    """Return the method that draws a tensor's numbers: all of them on each rank, which keeps its own.
+    """Return a method that draws a tensor's numbers: each rank draws all of them, and keeps its own.
 
-    On the CPU torch would draw each rank's own of the same sequence, so that all have equal ones.
+    On the CPU, torch would let each rank draw from the same sequence, so that all parts are equal.
     """
 
     def draw(tensor: DTensor, *args: Any, **kwargs: Any) -> DTensor:
@@ -112,9 +112,9 @@ def _drawing(name: str) -> Callable[..., DTensor]:
 
 
 def _drawn_like(draw: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return what is drawn like a divided tensor, as by ``torch.randn_like``: as `_drawing` does."""
+    """Draw numbers like a divided tensor, as ``torch.randn_like`` does, in the way of `_drawing`."""
     pattern, *others = args
-    if "_like" in str(draw):  # by its size alone
+    if "_like" in str(draw):  # uses only the size
         whole = torch.empty(pattern.shape, dtype=pattern.dtype, device=pattern.device)
     else:
         whole = shards.whole(pattern)
@@ -130,12 +130,12 @@ def _data(tensor: DTensor) -> Any:
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:
-    """Copy the numbers, which torch would leave alone: a ``DTensor`` keeps them in a tensor of its own.
+    """Copy the numbers of a value, since a ``DTensor`` keeps them in another tensor, which torch would not change.
 
-    What ``tensor.data`` was before keeps the numbers that it had, as where weights are exchanged for their average.
+    Earlier results of ``tensor.data`` keep their numbers, as when weights are swapped for their average.
 
     Raises:
-        ModelError: they are of another size or type.
+        ModelError: the value has another size or type.
     """
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         given = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -153,10 +153,10 @@ def _set_data(tensor: DTensor, value: Any) -> None:
 
 
 def _reduced(tensor: DTensor) -> Any:
-    """Return what a pickle holds of a tensor, where all parts of it are saved or sent.
+    """Return the pickled form of a tensor, if all its parts are saved or sent.
 
     Raises:
-        ModelError: a part of it would pass for the whole.
+        ModelError: a part would be saved or sent as the whole.
     """
     callers = _callers()
     by = next(callers)
@@ -174,7 +174,7 @@ def _reduced(tensor: DTensor) -> Any:
 
 def _callers() -> Iterator[str]:
     frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back  # who pickles
+    frame = frame and frame.f_back and frame.f_back.f_back  # the function that pickles
     while frame is not None:
         yield frame.f_globals.get("__name__", "")
         frame = frame.f_back

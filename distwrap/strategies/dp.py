@@ -1,4 +1,4 @@
-"""One process over all its devices, in threads: torch's DataParallel. DDP is normally faster.
+"""The strategy dp: one process that uses all its devices in threads, with torch's DataParallel. DDP is usually faster.
 
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 """
@@ -16,15 +16,15 @@ from distwrap.strategies.single import local
 
 
 def check_over_devices(strategy: str) -> None:
-    """Refuse a strategy that is one process over several devices, where torch does not divide batches over them.
+    """Refuse a strategy of one process with several devices, if torch cannot divide batches over them.
 
     Raises:
-        ModelError: names what to use.
+        ModelError: torch cannot; the message says what to use.
     """
     seen = visible_devices()
     try:
         scatter(torch.zeros(seen.count, device=seen.kind), list(range(seen.count)))  # type: ignore[no-untyped-call]
-    except AttributeError:  # a part of torch that only some builds have, or some makers' packages add
+    except AttributeError:  # only some builds of torch and vendors' packages have it
         raise ModelError(
             f"strategy={strategy!r} divides a batch over the {seen.count} {seen.kind} devices by torch's "
             "DataParallel, which torch does not have for this type of device. Use strategy='ddp', with a "
@@ -33,7 +33,7 @@ def check_over_devices(strategy: str) -> None:
 
 
 class DPStrategy(Strategy):
-    """The batch split over the devices of this process; with one device or none, the model as it is."""
+    """Strategy that splits the batch over the devices of this process; with at most one, the model is unchanged."""
 
     launches = "one"
 

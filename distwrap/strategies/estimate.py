@@ -1,6 +1,6 @@
-"""Memory that a rank needs under each strategy, from a model's parameters alone; nothing is allocated.
+"""Estimate the memory of a rank under each strategy from a model's parameters, without allocating any.
 
-The numbers are those of a step's fullest moment, but for activations, which no strategy divides by itself.
+The numbers are those of a step's peak without activations, which no strategy divides.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a rank needs under one strategy; of the rank that needs most.
+    """Bytes that a rank needs under one strategy; those of the rank that needs most.
 
     Attributes:
-        strategy: its name.
-        parameters: and buffers of the model.
-        gradients: as they lie between backward and step.
-        buckets: of DDP, in which gradients travel.
+        strategy: the name of the strategy.
+        parameters: parameters and buffers of the model.
+        gradients: gradients between backward and step.
+        buckets: DDP's buckets, in which gradients are sent.
         optimizer: the state of the optimizer.
-        gathered: under fsdp, what is whole for a while: weights of two units, gradients of one on their way, and the
-            weights outside of units.
-        why_not: why it cannot be estimated, or is of no use; all else is 0 then.
+        gathered: under fsdp, temporarily whole tensors: the weights of two units, the gradients of one, and the weights
+            outside of units.
+        why_not: why there is no estimate, or no use for it; all other values are 0 then.
     """
 
     strategy: str
@@ -50,24 +50,24 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes of all together."""
+        """The sum of all bytes."""
         return self.parameters + self.gradients + self.buckets + self.optimizer + self.gathered
 
 
 def estimate(
     model: nn.Module, ranks: int, ranks_a_node: int, in_precision: InPrecision, make: MakeOptimizer
 ) -> list[Need]:
-    """Estimate what a rank needs under each strategy, the plainest strategy first.
+    """Estimate the memory of a rank under each strategy, from the simplest one on.
 
     Args:
-        model: on any device, also the meta device.
-        ranks: how many there are.
-        ranks_a_node: how many of them are on a node.
-        in_precision: in which the model is trained.
-        make: makes the optimizer that is asked for its state.
+        model: a model on any device, also the meta device.
+        ranks: the number of ranks.
+        ranks_a_node: the number of ranks on a node.
+        in_precision: the precision in which the model is trained.
+        make: makes the optimizer whose state is measured.
 
     Raises:
-        OptionError: the optimizer cannot be made of such parameters, or asked.
+        OptionError: the optimizer cannot be made with these parameters, or not be measured.
 
     Example:
         >>> found = estimate(nn.Linear(9, 100), 2, 2, InPrecision("32", torch.device("cpu")), optimizer("adamw"))
@@ -102,14 +102,14 @@ def estimate(
 
 
 def estimate_slices(model: nn.Module, ranks: int, nnodes: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
-    """Estimate tensor parallelism over the ranks of a node, by the layers that its plan would try to cut.
+    """Estimate tensor parallelism over the ranks of a node, with the layers that its plan would try to divide.
 
     Args:
-        model: on any device, also the meta device.
-        ranks: on a node.
-        nnodes: nodes, over which strategy="tp" divides the rest; this is not estimated for more than one.
-        in_precision: in which the model is trained.
-        make: makes the optimizer that is asked for its state.
+        model: a model on any device, also the meta device.
+        ranks: the number of ranks on a node.
+        nnodes: the number of nodes, over which strategy="tp" divides the rest; more than one is not estimated.
+        in_precision: the precision in which the model is trained.
+        make: makes the optimizer whose state is measured.
     """
     if ranks == 1 or nnodes > 1:
         why_not = "a node has one rank" if ranks == 1 else "an estimate over several nodes is not possible"
@@ -139,16 +139,16 @@ def estimate_slices(model: nn.Module, ranks: int, nnodes: int, in_precision: InP
 
 
 def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
-    """Estimate what the fullest stage of a pipeline over all ranks needs, once the first batch has gone through.
+    """Estimate the fullest stage of a pipeline over all ranks, after the first batch.
 
-    Which stage computes of what is in no block shows with that batch; here the fullest stage has all of it. Until then,
-    each rank has the whole model's weights.
+    Only that batch shows which stage uses the parameters outside of blocks; here the fullest stage has all of them.
+    Before it, each rank has the weights of the whole model.
 
     Args:
-        model: on any device, also the meta device.
-        ranks: how many there are, each with one stage.
-        in_precision: in which the model is trained.
-        make: makes the optimizer that is asked for its state.
+        model: a model on any device, also the meta device.
+        ranks: the number of ranks, each with one stage.
+        in_precision: the precision in which the model is trained.
+        make: makes the optimizer whose state is measured.
 
     Example:
         >>> blocks = nn.Sequential(*(nn.Linear(9, 9) for _ in range(5)))
@@ -178,10 +178,10 @@ def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, mak
 
 
 def optimizer(text: str) -> MakeOptimizer:
-    """Return what makes an optimizer of a name, as ``"adamw"``, ``"sgd(momentum=0.9)"`` or ``"package:Class"``.
+    """Return a function that makes an optimizer by name: ``"adamw"``, ``"sgd(momentum=0.9)"``, ``"package:Class"``.
 
     Raises:
-        OptionError: torch has none of this name, or it cannot be imported, or has no such options.
+        OptionError: torch has no such optimizer, it cannot be imported, or it has no such options.
     """
     name, options = parsed("optimizer", text)
     kind: Any = entry_points.load(f"optimizer {text!r}", (name,)) if ":" in name else _of_torch(name)
@@ -199,10 +199,10 @@ def optimizer(text: str) -> MakeOptimizer:
 
 
 def state_bytes(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> dict[nn.Parameter, int]:
-    """Return the bytes of state that an optimizer keeps for each parameter on the meta device: it takes a step there.
+    """Return the bytes of an optimizer's state for each parameter on the meta device, after a step there.
 
     Raises:
-        OptionError: it cannot step on numbers that are not there.
+        OptionError: it cannot step on the meta device.
     """
     if not parameters:
         return {}
@@ -211,9 +211,9 @@ def state_bytes(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> dict
         parameter.grad = torch.empty_like(parameter)
     step = type(asked).step
     try:
-        getattr(step, "__wrapped__", step)(asked)  # without hooks: a run's count the steps of all optimizers
+        getattr(step, "__wrapped__", step)(asked)  # without hooks, as those of a run count all steps
     except Exception as error:
-        if not all(asked.state.get(parameter) for parameter in parameters):  # else it looked at numbers only then
+        if not all(asked.state.get(parameter) for parameter in parameters):  # else it failed with its state made
             raise OptionError(
                 f"the state of {type(asked).__name__} cannot be estimated, since it cannot step on the meta "
                 f"device ({first_line(error)}). Estimate with a similar optimizer, as AdamW."
@@ -248,14 +248,14 @@ class _Kept:
 
 
 def _share(value: nn.Parameter, ranks: int) -> nn.Parameter:
-    """Return the first rank's share of a parameter, the largest one; of a number all of it."""
+    """Return the first rank's share of a parameter, which is the largest, or the whole of a scalar."""
     if value.dim() == 0:
         return value
     return nn.Parameter(value.detach()[: -(-value.shape[0] // ranks)].clone(), value.requires_grad)
 
 
 def _divided(name: str, model: nn.Module, kept: _Kept, ranks: int, make: MakeOptimizer) -> Need:
-    """Estimate FSDP2 over some ranks; the first of them has most, as each tensor is cut along its first dimension."""
+    """Estimate FSDP2 over some ranks by the first one, which has most, since tensors are cut along dimension 0."""
     if any(value.dim() == 0 for value in kept.parameters):
         return Need(
             name, why_not="FSDP2 takes no parameter without dimensions: give the parameter one dimension of size 1"
@@ -267,7 +267,7 @@ def _divided(name: str, model: nn.Module, kept: _Kept, ranks: int, make: MakeOpt
 
 
 def _gathered(model: nn.Module, kept: _Kept) -> int:
-    """Return the bytes that are whole at a time: those of two units, since the next one's weights arrive early.
+    """Return the bytes of whole tensors at a time: those of two units, as the next unit is gathered early.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -275,7 +275,7 @@ def _gathered(model: nn.Module, kept: _Kept) -> int:
     seen: set[int] = set()
 
     def whole(parameters: Iterable[nn.Parameter], *, cast: bool = True) -> tuple[int, int]:
-        """Return the bytes of weights that are in no unit yet, and of their gradients, also on their way."""
+        """Return the bytes of weights outside of earlier units, and of their gradients with copies to send."""
         own = {id(value): kept.of[id(value)] for value in parameters if id(value) not in seen}
         seen.update(own)
         size = torch.empty(0, dtype=dtype).element_size() if cast and dtype is not None else None

@@ -1,7 +1,7 @@
-"""This rank's share of a model's gradients: each is averaged on the rank that steps it, and freed on the others.
+"""Division of gradients: each gradient is averaged on the rank that steps its parameter, and freed on the others.
 
-DDP fills its buckets, and hands them over as they are full; what is in a bucket goes to the ranks that own it. Between
-two backwards the buckets have no memory either.
+DDP passes on its buckets when they are full, and their gradients go to the ranks that own them. Between two backwards
+the buckets have no memory.
 
 Source: ZeRO, stage 2, https://arxiv.org/abs/1910.02054, and https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
@@ -33,7 +33,7 @@ _IN_FLIGHT = 2  # buckets
 
 
 class _Note(NamedTuple):
-    """An averaged gradient, as it was left."""
+    """State of an averaged gradient when it was stored."""
 
     gradient: int  # its id
     version: int
@@ -43,7 +43,7 @@ class _Note(NamedTuple):
 
 
 class _Pending:
-    """Gradients of one bucket on their way to their owners."""
+    """Gradients of one bucket that are being sent to their owners."""
 
     def __init__(self, bucket: GradBucket, owners: dict[nn.Parameter, int], rank: int, used: torch.Tensor | None):
         self._rank, self._used = rank, used
@@ -77,13 +77,13 @@ class GradientShare:
     """Share of one model's gradients on this rank.
 
     Args:
-        model: wrapped just now; it is not kept alive.
-        world: of the run.
-        known: parameters that have an owner already, as those whose optimizer has stepped.
+        model: a model that was just wrapped; it is not kept alive.
+        world: the world of the run.
+        known: parameters that already have an owner, as those whose optimizer has stepped.
 
     Attributes:
         owners: the rank on which each gradient is averaged.
-        is_finite: whether all gradients of the last backward are, on whatever rank.
+        is_finite: whether all gradients of the last backward are finite, on all ranks.
     """
 
     def __init__(self, model: DistributedModel, world: World, known: Mapping[nn.Parameter, int]) -> None:
@@ -98,7 +98,7 @@ class GradientShare:
         ddp = model._distwrap.inner
         self._ddp = ref(ddp)
         self._notes: dict[nn.Parameter, _Note] = {}
-        self._averaged: set[nn.Parameter] = set()  # whose gradient the ranks have averaged, and nobody has added to
+        self._averaged: set[nn.Parameter] = set()  # averaged gradients to which nothing was added
         self._pending: deque[_Pending] = deque()
         self._ready: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._is_finite = self.is_finite = True
@@ -110,7 +110,7 @@ class GradientShare:
         self._handles = [parameter.register_hook(self._hook_of(parameter)) for parameter in parameters]  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Take the hooks away: the model is wrapped anew."""
+        """Remove the hooks, since the model is wrapped again."""
         for handle in self._handles:
             handle.remove()
         self._notes.clear()
@@ -118,7 +118,7 @@ class GradientShare:
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Send a bucket's gradients to their owners, and free them; runs in a backward."""
         if bucket.index() == 0:
-            self._pending.clear()  # of a backward that was cut off
+            self._pending.clear()  # left from a backward that was broken off
             self._ready, self._buckets, self._is_finite = [], [], True
             after_backward(lambda: after_backward(self._finish))  # after DDP's own end
         ddp, values, parameters = self._ddp(), bucket.buffer(), bucket.parameters()
@@ -127,13 +127,13 @@ class GradientShare:
         if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph):
             used = torch.tensor([float(each.grad is not None) for each in parameters], device=values.device)
         for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
-            if parameter in self._averaged:  # nothing was added to it: it is the mean of all already
+            if parameter in self._averaged:  # it already is the mean over all ranks
                 gradient.mul_(self._size)
             parameter.grad = None
         if len(self._pending) == _IN_FLIGHT:
             self._complete()
         self._pending.append(_Pending(bucket, self.owners, self.rank, used))
-        if self._backwards:  # after the first one DDP makes its buckets anew
+        if self._backwards:  # after the first one DDP rebuilds its buckets
             self._buckets.append(values.untyped_storage())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if values.device.type == "cpu" else [values.device]
@@ -142,7 +142,7 @@ class GradientShare:
         return done
 
     def note_change(self, change: Any) -> Any:
-        """Call a function that changes the averaged gradients as all ranks do, and return its value."""
+        """Call a function that changes the averaged gradients equally on all ranks, and return its value."""
         before = {parameter: self._version(parameter) for parameter in self._notes}
         value = change()
         for parameter, version in before.items():
@@ -151,20 +151,20 @@ class GradientShare:
         return value
 
     def hand_out(self) -> None:
-        """Let the averaged gradients be changed until the next backward."""
+        """Allow changes of the averaged gradients until the next backward."""
         self._notes.clear()
 
     def refuse_changed(self, optimizer: Optimizer) -> None:
-        """Refuse to step over gradients that were changed, as by a clip to the norm of this rank's share.
+        """Refuse to step over changed gradients, as by a clip to the norm of this rank's share.
 
         Raises:
-            ModelError: says how to clip.
+            ModelError: gradients were changed; the message says how to clip.
         """
         held = parameters_of(optimizer)
         for parameter, note in self._notes.items():
             if id(parameter) in held and parameter.grad is not None:
                 changes = self._version(parameter) - note.version if note.is_of(parameter.grad) else 2
-                if changes > 1 or (changes == 1 and not self._is_scaled()):  # a scaler has taken off its scale
+                if changes > 1 or (changes == 1 and not self._is_scaled()):  # a scaler has unscaled it
                     raise ModelError(
                         f"rank {self.rank}: gradients were changed between the backward and the step of "
                         f"{type(optimizer).__name__} under strategy='zero2', where each rank has only a share "
@@ -189,7 +189,7 @@ class GradientShare:
         return before
 
     def _before_gradient(self, parameter: nn.Parameter) -> None:
-        """Give DDP's buckets their memory again, and an averaged gradient the weight of all ranks in the next sum."""
+        """Restore the memory of DDP's buckets, and weigh an averaged gradient by all ranks in the next sum."""
         while self._freed:
             storage, size = self._freed.pop()
             storage.resize_(size)
@@ -207,7 +207,7 @@ class GradientShare:
         self._is_finite = self._is_finite and is_finite
 
     def _finish(self) -> None:
-        """Put this rank's averaged gradients into their places, when DDP is done with the backward."""
+        """Store this rank's averaged gradients when DDP has finished the backward."""
         while self._pending:
             self._complete()
         ready, self._ready = self._ready, []
@@ -217,14 +217,14 @@ class GradientShare:
             parameter.grad = gradient
         seen = [gradient for _, gradient in ready]
         others = [parameter for parameter, owner in self.owners.items() if owner != self.rank]
-        if not ready and others:  # a scaler looks at some gradient on each rank, which this one does not step
+        if not ready and others:  # a scaler needs a gradient on each rank; this one is not stepped
             least = min(others, key=lambda parameter: parameter.numel())
             least.grad = torch.zeros_like(least)
             seen = [least.grad]
         finite = torch.tensor(float(self._is_finite), device=exchange_device())
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         self.is_finite = bool(finite.item())
-        if not self.is_finite and self._is_scaled():  # a scaler is to skip the step on every rank
+        if not self.is_finite and self._is_scaled():  # makes a scaler skip the step on every rank
             for gradient in seen:
                 gradient.fill_(torch.inf)
         self._notes = {parameter: _Note(id(gradient), version_of(gradient)) for parameter, gradient in ready}
@@ -243,7 +243,7 @@ class GradientShare:
 
 
 class GradientShares(RunPart):
-    """Shares of the gradients of all models of one run that have one."""
+    """Shares of the gradients of all models in a run whose gradients are divided."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -251,10 +251,10 @@ class GradientShares(RunPart):
         self._handle = register_optimizer_step_pre_hook(self._before)
 
     def divide(self, model: DistributedModel) -> None:
-        """Divide the gradients of a model that was wrapped just now, or wrapped anew.
+        """Divide the gradients of a model that was just wrapped, or wrapped again.
 
         Raises:
-            ModelError: it shares parameters with another wrapped model, whose backward would divide them too.
+            ModelError: it shares parameters with another wrapped model, whose backward would also divide them.
         """
         known = {**self._world.part(OptimizerShares).owners(), **self.owners()}
         for other, share in list(self._of.items()):
@@ -270,17 +270,17 @@ class GradientShares(RunPart):
         self._of[model] = GradientShare(model, self._world, known)
 
     def owners(self) -> dict[nn.Parameter, int]:
-        """Return the rank on which each divided gradient is."""
+        """Return the rank that has each divided gradient."""
         return {parameter: owner for share in self._of.values() for parameter, owner in share.owners.items()}
 
     def hand_out(self, model: nn.Module) -> None:
-        """Let a model's gradients be changed, by one factor on all ranks, until the next backward."""
+        """Allow changes of a model's gradients, by one factor on all ranks, until the next backward."""
         for other, share in self._of.items():
             if unwrap_model(other) is unwrap_model(model):
                 share.hand_out()
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip gradients by the norm of all of them, on whatever rank, and return it; every rank calls it."""
+        """Clip gradients by the norm of all gradients on all ranks, and return it; a collective."""
         found = {parameter: gradient for parameter in parameters if (gradient := parameter.grad) is not None}
         owners = self.owners()
         divided, whole = ([found[each] for each in found if (each in owners) is here] for here in (True, False))
@@ -300,7 +300,7 @@ class GradientShares(RunPart):
         return norm
 
     def has_overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether gradients of an optimizer's parameters are not finite, on whatever rank."""
+        """Return whether any gradient of an optimizer's parameters is not finite, on any rank."""
         held = parameters_of(optimizer)
         of_optimizer = (share for share in self._of.values() if any(id(each) in held for each in share.owners))
         return not all(share.is_finite for share in of_optimizer)

@@ -1,4 +1,4 @@
-"""Meshes of the ranks of a run, whose groups keep the run's time limit."""
+"""Device meshes whose process groups have the time limit of the run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distwrap.group.world import World
 def mesh_over(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh of all ranks; every rank calls it.
 
-    torch gives the groups of a mesh a time limit of its own, of half an hour.
+    torch would give the groups of a mesh a time limit of half an hour.
 
     Args:
-        world: of the run.
-        shape: number of ranks in each dimension.
-        names: of the dimensions.
+        world: the world of the run.
+        shape: the number of ranks in each dimension.
+        names: the names of the dimensions.
     """
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     for name in names:

@@ -1,4 +1,4 @@
-"""Backwards that name what they are for, as ``backward(inputs=…)``: an exchange hands on gradients without a name."""
+"""Refuse backwards with ``inputs=`` through a divided model, since an exchange does not know of the inputs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from distwrap.group.world import RunPart, World
 
 
 class Exchanging(Protocol):
-    """A model whose parameters get their gradients from an exchange, and not from autograd."""
+    """Model whose parameters get their gradients from an exchange, and not from autograd."""
 
     @property
     def model(self) -> nn.Module:
-        """The user's."""
+        """The user's model."""
 
     def exchanges(self, nodes: Iterable[Any]) -> bool:
-        """Return whether autograd hands gradients over to the exchange at one of the nodes of a graph."""
+        """Return whether autograd passes gradients to the exchange at any of these nodes of a graph."""
 
 
 class NamedInputs(RunPart):
-    """Look at each backward of a run that names what it is for.
+    """Check of each backward of a run that has ``inputs=``.
 
     Attributes:
-        models: those that are looked for, while somebody holds them.
+        models: the models to check, as long as something refers to them.
     """
 
     def __init__(self, world: World) -> None:
@@ -38,14 +38,14 @@ class NamedInputs(RunPart):
         self._stop = look_at_backwards(self._refuse)
 
     def close(self) -> None:
-        """Let backwards be."""
+        """Stop checking backwards."""
         self._stop()
 
     def _refuse(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Refuse to compute gradients that would stay ``None``, or lack what goes through an exchange.
+        """Refuse to compute gradients that would stay ``None``, or lack the part from an exchange.
 
         Raises:
-            ModelError: says what to do instead.
+            ModelError: they would; the message says what to do instead.
         """
         named = {id(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor)}
         models = [each for each in self.models if not named.isdisjoint(map(id, each.model.parameters()))]

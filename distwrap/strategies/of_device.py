@@ -1,4 +1,4 @@
-"""A strategy on one named type of device: what Lightning's ``hpu_parallel``, ``mps`` and others became."""
+"""A strategy on a named type of device, for Lightning's names such as ``hpu_parallel`` and ``mps``."""
 
 import importlib
 import importlib.util
@@ -12,22 +12,22 @@ from distwrap.strategies.base import Strategy
 
 
 def of_device(type: str, strategy: str = "ddp") -> Strategy:
-    """Return a strategy, where torch has devices of a type.
+    """Return a strategy, if torch has devices of this type.
 
-    The package of their maker is imported, where it is there and torch has not imported it by itself.
+    The vendor's package is imported if it is installed, and torch has not imported it.
 
     Args:
-        type: torch's name of the type, as ``"hpu"``.
+        type: torch's name of the device type, as ``"hpu"``.
         strategy: the name of the strategy.
 
     Raises:
-        OptionError: torch has no such devices here; says which package brings them, and what to use.
+        OptionError: torch has no such devices here; the message says which package has them, and what to use.
 
     Example:
         >>> of_device("cpu", "single")
         SingleStrategy()
     """
-    from distwrap.registry import strategies  # which knows this file
+    from distwrap.registry import strategies  # imports this file
 
     made = strategies.make(strategy)
     if type == "cpu":
@@ -56,7 +56,7 @@ def _import_package(type: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of what it is in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 

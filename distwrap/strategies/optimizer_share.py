@@ -1,8 +1,8 @@
-"""This rank's share of an optimizer: each rank steps some of the parameters, and all take over what it made of them.
+"""Division of an optimizer: each rank steps some of the parameters, and sends the new weights to all others.
 
-The user's own optimizer stays, of any class that treats each parameter by itself. Around its step the gradients of
-other ranks' parameters are hidden, so that it skips these parameters and keeps no state for them; after it the weights
-are broadcast from their owners, many in one message.
+The user's own optimizer stays, of any class that treats each parameter by itself. During its step the gradients of
+other ranks' parameters are hidden, so that it skips these parameters and keeps no state for them. After the step the
+weights are broadcast from their owners, many in one message.
 
 Source: ZeRO, stage 1, https://arxiv.org/abs/1910.02054
 """
@@ -30,23 +30,23 @@ from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.separable import refuse_mixing
 from distwrap.versions import MATRIX_OPTIMIZERS
 
-_MESSAGE = 16 * 2**20  # bytes of weights in one broadcast, beside those of the other owners
+_MESSAGE = 16 * 2**20  # most bytes of weights in one broadcast
 
-# Parameters that are divided, each with the rank that owns it, or None where this is open.
+# The divided parameters, each with the rank that owns it, or None if that is open.
 Divided = Callable[[Optimizer], Mapping[nn.Parameter, int | None]]
 
 
 class OptimizerShare:
-    """Share of one optimizer on this rank, made on all ranks together.
+    """Share of one optimizer on this rank, made by all ranks together.
 
     Args:
-        optimizer: of any class whose step treats each parameter by itself; it is not kept alive.
-        world: of the run.
-        divided: tells which of its parameters are divided; the others are stepped on every rank.
+        optimizer: an optimizer whose step treats each parameter by itself; it is not kept alive.
+        world: the world of the run.
+        divided: returns the parameters to divide; the others are stepped on every rank.
 
     Attributes:
         owners: the rank that steps each divided parameter.
-        is_part: whether the optimizer here has a part of the state only.
+        is_part: whether this rank's optimizer has only a part of the state.
         is_over: whether the run has ended.
     """
 
@@ -100,18 +100,18 @@ class OptimizerShare:
             self._collects = False
 
     def end(self) -> None:
-        """Leave the run; the optimizer continues by itself once it has all of its state again."""
+        """Leave the run. The optimizer works by itself again once it has its whole state."""
         self.is_over = True
         if not self.is_part:
             self.release()
 
     def release(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def be_innermost(self) -> None:
-        """Let the user's own hooks of a step that begins now see all gradients before it, and all weights after it."""
+        """Run inside the user's hooks of a step, which then see all gradients before it and all weights after it."""
         put_innermost(self._around)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,13 +159,13 @@ class OptimizerShare:
         for together in self._messages:
             for message in [message.sent(self.rank) for message in together]:
                 message.receive()
-        # Changed once on every rank, whatever the step has done to this rank's share.
+        # Count one change on every rank, whatever the step did to this rank's share.
         self._versions.__exit__(None, None, None)
         increment_version(list(self.owners))
         self.is_part = self.is_part or any(owner != self.rank for owner in self.owners.values())
 
     def _agree(self, optimizer: Optimizer) -> None:
-        """Hold the ranks to one division, before they exchange by it."""
+        """Check that all ranks have the same division before they exchange by it."""
         mine = [(list(parameter.shape), str(parameter.dtype), owner) for parameter, owner in self.owners.items()]
         for rank, other in enumerate(gather_object(mine)):
             if other != mine:
@@ -190,7 +190,7 @@ class OptimizerShare:
         )
 
     def owners_in(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, int]:
-        """Return the owner of each divided parameter by its number in a state that is to be loaded."""
+        """Return the owner of each divided parameter by its number in a state to load."""
         if self._planned != _sizes(optimizer):
             self.plan(optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -199,7 +199,7 @@ class OptimizerShare:
         return {index: self.owners[parameter] for index, parameter in pairs if parameter in self.owners}
 
     def _of_share(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what this rank keeps of a full state that is to be loaded."""
+        """Return this rank's part of a full state to load."""
         if self.is_over:
             self.release()
             return None
@@ -216,7 +216,7 @@ class OptimizerShare:
 
 
 class OptimizerShares(RunPart):
-    """Shares of all divided optimizers of one run; an optimizer that was not prepared gets one at its first step."""
+    """Shares of all divided optimizers of a run. An optimizer that was not prepared gets one at its first step."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -232,14 +232,14 @@ class OptimizerShares(RunPart):
             share.release()
 
     def adopt_by(self, divide: Callable[[Optimizer], object]) -> None:
-        """Call a function with each optimizer without a share that steps from now on; plan all shares anew."""
+        """Call a function with each stepping optimizer without a share from now on, and plan all shares again."""
         self._divide = divide
         self._others.clear()
         for optimizer, share in self._of.items():
             share.plan(optimizer)
 
     def divide(self, optimizer: Optimizer, divided: Divided) -> OptimizerShare:
-        """Return an optimizer's share, which is made at the first call."""
+        """Return an optimizer's share, and make it at the first call."""
         if optimizer not in self._of:
             self._of[optimizer] = OptimizerShare(optimizer, self._world, divided)
         return self._of[optimizer]
@@ -253,9 +253,10 @@ class OptimizerShares(RunPart):
         return {parameter: owner for share in self._of.values() for parameter, owner in share.owners.items()}
 
     def options(self, model: nn.Module) -> Iterator[tuple[str, float]]:
-        """Yield the numbers among the options of a model's optimizers, which a step may change, each with its name.
+        """Yield the numbers among the options of a model's optimizers, each with a name.
 
-        A step that computes one from all parameters at once, as D-Adaptation its ``d``, finds another on each rank.
+        A step that computes one of them from all parameters, as D-Adaptation its ``d``, gets another value on each
+        rank.
         """
         own = set(map(id, model.parameters()))
         for optimizer in self._of:
@@ -266,7 +267,7 @@ class OptimizerShares(RunPart):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._of and optimizer not in self._others and self._divide is not None:
-            self._divide(optimizer)  # whose hooks are those of this step already
+            self._divide(optimizer)  # its hooks already act in this step
             if optimizer not in self._of:
                 self._others.add(optimizer)
         share = self._of.get(optimizer)
@@ -281,7 +282,7 @@ class OptimizerShares(RunPart):
 
 
 class _Message:
-    """Weights of one owner, of one type and device, that travel together."""
+    """Weights of one owner, type and device that are sent together."""
 
     def __init__(self, owner: int) -> None:
         self._owner, self._tensors, self.size = owner, list[nn.Parameter](), 0
@@ -293,10 +294,10 @@ class _Message:
         self.size += parameter.nbytes
 
     def sent(self, rank: int) -> "_Message":
-        """Begin to send the weights, or to receive them, and return this message."""
+        """Start to send or receive the weights, and return this message."""
         first, self._is_mine = self._tensors[0], rank == self._owner
         if len(self._tensors) == 1 and first.is_contiguous():
-            self._flat, self._is_mine = first.data.view(-1), True  # received where it belongs
+            self._flat, self._is_mine = first.data.view(-1), True  # received in place
         elif self._is_mine:
             self._flat = torch.cat([tensor.data.reshape(-1) for tensor in self._tensors])
         else:
@@ -305,7 +306,7 @@ class _Message:
         return self
 
     def receive(self) -> None:
-        """Wait for the weights, and put them in their places."""
+        """Wait for the weights, and copy them into the parameters."""
         self._work.wait()
         if not self._is_mine:
             parts = self._flat.split([tensor.numel() for tensor in self._tensors])  # type: ignore[no-untyped-call]
@@ -315,7 +316,7 @@ class _Message:
 
 
 def put_innermost(around: Sequence[RemovableHandle]) -> None:
-    """Let the hook before a step that begins now be the last of its optimizer's, and the one after it the first."""
+    """Make a pre-hook of the current step the last of its optimizer, and its post-hook the first."""
     for handle, last in zip(around, (True, False), strict=True):
         hooks = handle.hooks_dict_ref()
         if hooks is not None:
@@ -323,11 +324,11 @@ def put_innermost(around: Sequence[RemovableHandle]) -> None:
 
 
 def balanced(parameters: Iterable[nn.Parameter], loads: list[int]) -> dict[nn.Parameter, int]:
-    """Return an owner for each parameter, the largest first, each to the rank that has the fewest numbers yet.
+    """Return an owner for each parameter: the largest first, each to the rank with the fewest numbers so far.
 
     Args:
-        parameters: in an order that is alike on all ranks.
-        loads: the numbers that each rank has; those of the parameters are added.
+        parameters: the parameters, in the same order on all ranks.
+        loads: the numbers that each rank has; updated in place.
 
     Example:
         >>> weights = [nn.Parameter(torch.empty(size)) for size in (1, 4, 2, 2)]
@@ -342,7 +343,7 @@ def balanced(parameters: Iterable[nn.Parameter], loads: list[int]) -> dict[nn.Pa
 
 
 def _messages(owners: Mapping[nn.Parameter, int], size: int) -> list[list[_Message]]:
-    """Return the messages in which weights travel, those together that different owners send at one time."""
+    """Return the messages for sending weights, in groups that different owners send at the same time."""
     of_owner: list[list[_Message]] = [[] for _ in range(size)]
     last: dict[tuple[int, torch.dtype, torch.device], _Message] = {}
     for parameter, owner in owners.items():
@@ -356,10 +357,10 @@ def _messages(owners: Mapping[nn.Parameter, int], size: int) -> list[list[_Messa
 
 
 def refuse_whole(optimizer: Optimizer, *, in_pieces: bool = False) -> None:
-    """Refuse an optimizer whose step looks at all parameters at once, or at a whole one that is in pieces.
+    """Refuse an optimizer whose step needs all parameters at once, or a whole parameter that is in pieces.
 
     Raises:
-        ModelError: names its class.
+        ModelError: the optimizer is one of these.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -375,10 +376,10 @@ def refuse_whole(optimizer: Optimizer, *, in_pieces: bool = False) -> None:
 
 
 def refuse_sparse(model: nn.Module, strategy: str) -> None:
-    """Refuse a model whose gradients are sparse, where they are to be divided.
+    """Refuse a model with sparse gradients, which cannot be divided.
 
     Raises:
-        ModelError: names the module.
+        ModelError: a module has sparse gradients.
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

@@ -1,4 +1,4 @@
-"""State of an optimizer that is divided over ranks: put together as one process would have it, or in parts."""
+"""State of an optimizer that is divided over ranks: as a whole, as in one process, or in parts."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ _PIECE = "distwrap: a tensor of"  # marks a tensor of another rank among plain v
 
 
 def full_state(own: dict[str, Any], owners: dict[int, int], *, everywhere: bool) -> dict[str, Any]:
-    """Return the state in full, on the CPU, on rank 0 or everywhere; every rank calls it.
+    """Return the full state on the CPU, on rank 0 or everywhere; every rank calls it.
 
-    The parameters' states travel one after the other, so that no other rank ever holds them all.
+    The states of parameters are sent one after the other, so that no other rank ever holds all of them.
 
     Args:
         own: the state dict of this rank.
-        owners: the rank that has the state of a parameter, by its number; rank 0 where there is none.
+        owners: the rank that has the state of a parameter, by its number; rank 0 by default.
         everywhere: whether every rank needs it.
     """
     state: dict[Any, Any] = {}
@@ -36,7 +36,7 @@ def full_state(own: dict[str, Any], owners: dict[int, int], *, everywhere: bool)
 
 
 def state_in_parts(own: dict[str, Any], owners: dict[int, int]) -> dict[str, Any]:
-    """Return the state for a checkpoint in parts: each tensor is a ``DTensor`` on its owner alone; as `full_state`."""
+    """Return the state for a sharded checkpoint, with each tensor as a ``DTensor`` on its owner; a collective."""
     rank = dist.get_rank()
     mine = {index: state for index, state in own["state"].items() if owners.get(index, 0) == rank}
     everyones = gather_object({index: rebuilt(state, _described) for index, state in mine.items()})
@@ -70,7 +70,7 @@ def parts_to_load(optimizer: Optimizer, share: OptimizerShare, state: dict[str, 
 
 
 def own_state(optimizer: Optimizer, share: OptimizerShare) -> tuple[dict[str, Any], dict[Any, int]]:
-    """Return this rank's part, and the owner of each divided parameter by its number in it."""
+    """Return this rank's part of the state, and the owner of each divided parameter by number."""
     with share.collecting():
         own = optimizer.state_dict()
     owners = {
@@ -83,7 +83,7 @@ def own_state(optimizer: Optimizer, share: OptimizerShare) -> tuple[dict[str, An
 
 
 def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the parameters' states by number, as one process has them."""
+    """Return the states of parameters by number, in the order of one process."""
     known = sorted(state, key=lambda index: (not isinstance(index, int), index if isinstance(index, int) else 0))
     return {index: state[index] for index in known}
 

@@ -1,4 +1,4 @@
-"""Tensors that one rank has whole and the others not at all, as pieces of a checkpoint."""
+"""Tensors that one rank has as a whole, and the others not at all, as pieces of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> DTensor
     """Return a ``DTensor`` that is whole on its owner; every rank calls it in the same order.
 
     Args:
-        local: all of the tensor on its owner, and an empty one of its type and device on the other ranks.
-        shape: of the tensor.
+        local: the whole tensor on its owner, and an empty one of its type and device on other ranks.
+        shape: the shape of the tensor.
         owner: the rank that has it.
     """
     from torch.distributed.tensor import DTensor, Replicate
@@ -29,14 +29,14 @@ def on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> DTensor
 
 
 class OwnerMeshes(RunPart):
-    """Meshes of one rank each, made once a run, on which that rank's tensors are whole tensors of a checkpoint."""
+    """Meshes of one rank each, made once a run, for tensors that only one rank has."""
 
     def __init__(self, world: World) -> None:
         self._size = world.placement.world_size
         self._meshes: dict[str, list[DeviceMesh]] = {}
 
     def of(self, owner: int, device: str) -> DeviceMesh:
-        """Return an owner's mesh; every rank calls it in the same order."""
+        """Return the mesh of an owner; every rank calls it in the same order."""
         from torch.distributed.device_mesh import DeviceMesh
 
         if device not in self._meshes:

@@ -1,4 +1,4 @@
-"""`wrap_model` and `wrap_optimizer`: hand the user's objects to the strategy of this run."""
+"""`wrap_model`, `wrap_optimizer` and `local_model`, which pass the user's objects to the strategy of the run."""
 
 from __future__ import annotations
 
@@ -129,16 +129,16 @@ def wrap_model(
     bind(wrapped, chosen, own=wrapped is model)
     see_through(wrapped, model)
     if chosen.shards or any(parameter.requires_grad for parameter in wrapped.parameters()):
-        if models.last is last:  # else the strategy has added it
+        if models.last is last:  # unless the strategy has added it
             models.add(wrapped)
         if world.tells_others:
             _watch_for_drift(models.last, world)
             routing = getattr(wrapped, "__dict__", {}).get("_distwrap")
             if isinstance(routing, Routing) and not same_inputs:
                 world.part(SameInputs).watch(routing)
-            world.part(SaveMeetings)  # which tells another rank, that saves alone, where this one is
+            world.part(SaveMeetings)  # tells a rank that saves alone where this one is
         elif where.type != "cpu":
-            world.part(Optimizers)  # a .to() before this may have left the old parameters to one made before it
+            world.part(Optimizers)  # an earlier optimizer may hold parameters from before a .to()
     return cast("Model", wrapped)
 
 
@@ -173,7 +173,7 @@ def wrap_optimizer(optimizer: OptimizerT, model: nn.Module | None = None, *, apa
         return optimizer
     strategy = strategy_of(optimizer if model is None else model, world)
     prepared = strategy.prepare_optimizer(optimizer, model)
-    if not callable(getattr(prepared, "step", None)):  # an engine's may be no torch Optimizer
+    if not callable(getattr(prepared, "step", None)):  # an engine's may not be a torch Optimizer
         raise _of_no_use(prepared, strategy, "prepare_optimizer", "the optimizer")
     bind(prepared, strategy)
     return cast("OptimizerT", prepared)
@@ -217,7 +217,7 @@ def local_model(model: Model, *, device: torch.device | str | None = None) -> Mo
 
 
 def _wrapper(model: nn.Module) -> str:
-    """Return what to call a wrapper by: torch's by its name."""
+    """Return a name for a wrapper, for messages."""
     return type(model).__name__ if type(model).__module__.startswith("torch.") else "wrapper of wrap_model()"
 
 
@@ -229,7 +229,7 @@ def _of_no_use(result: object, strategy: Strategy, method: str, wanted: str) -> 
 
 
 def _refuse_divided(model: nn.Module, world: World) -> None:
-    """Refuse a model with parts of one that is divided already, or whose parameters that has exchanged."""
+    """Refuse a model with parts or replaced parameters of a model that is already divided."""
     inside = {id(part): name for name, part in model.named_modules()}
     parts = [
         part
@@ -249,7 +249,7 @@ def _refuse_divided(model: nn.Module, world: World) -> None:
 
 
 def _watch_for_drift(model: nn.Module | None, world: World) -> None:
-    """Compare a model's weights with the other ranks' from now on, unless its algorithm lets each have its own."""
+    """Compare a model's weights between ranks from now on, unless its algorithm lets them differ."""
     if model is None:
         return
     world.part(Optimizers)
@@ -265,21 +265,21 @@ def _watch_for_drift(model: nn.Module | None, world: World) -> None:
 
 
 class StepHooks(RunPart):
-    """Precisions that act after steps of the optimizers of their models."""
+    """Precisions that act after steps of their models' optimizers."""
 
     def __init__(self, world: World) -> None:
         self._of_models: WeakKeyDictionary[nn.Module, tuple[object, Precision]] = WeakKeyDictionary()
         self._handle: RemovableHandle | None = None
 
     def add(self, given: str | Precision, precision: Precision, model: nn.Module) -> None:
-        """Let a precision, which was `given` by name or as it is, act after each step over a model from now on."""
+        """Let a precision, `given` as a name or an object, act after each step over a model."""
         if type(precision).after_step is not Precision.after_step:
             self._of_models[model] = (given if isinstance(given, str) else id(given), precision)
             self._handle = self._handle or register_optimizer_step_post_hook(self._after)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held, strategy = parameters_of(optimizer).keys(), bound_strategy(optimizer)
-        shards = strategy is not None and strategy.shards  # which may be no parameters of the model
+        shards = strategy is not None and strategy.shards  # it may hold other tensors than the model's parameters
         acting = dict(
             chosen
             for model, chosen in self._of_models.items()

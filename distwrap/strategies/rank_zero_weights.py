@@ -1,4 +1,4 @@
-"""Rank 0's weights on every rank, as DDP gives them when it is built."""
+"""Copy rank 0's weights to every rank, as DDP does when it is built."""
 
 from torch import nn
 
@@ -6,6 +6,6 @@ from distwrap.group.collectives import broadcast
 
 
 def take_rank_zero_weights(model: nn.Module) -> None:
-    """Give every rank rank 0's weights and buffers, one tensor at a time; every rank calls it."""
+    """Copy rank 0's weights and buffers to every rank, one tensor at a time; every rank calls it."""
     for tensor in {id(value): value for value in (*model.parameters(), *model.buffers())}.values():
         tensor.data.copy_(broadcast(tensor.data))

@@ -1,4 +1,4 @@
-"""A trial of an optimizer: whether its step makes of a parameter what the gradients of others say, or draws numbers."""
+"""Test whether an optimizer's step mixes the gradients of several parameters, or draws random numbers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from distwrap.errors import ModelError
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.seeding import RandomState, preserved
 
-_LONGEST = 8  # of what is tried, in each dimension
-_STEPS = 10  # an estimate over all parameters may begin with nothing
-_MUCH = 1e3  # by which one gradient is more in another trial: past the limit of a clip inside the step
+_LONGEST = 8  # largest size of the trial tensors in each dimension
+_STEPS = 10  # an estimate over all parameters may start at zero
+_MUCH = 1e3  # factor of a gradient in another trial, beyond the limit of any clip in the step
 
 
 def refuse_mixing(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that takes a norm over all gradients, or draws, where each rank steps some of the parameters.
+    """Refuse an optimizer that uses a norm over all gradients, or draws, if each rank steps some parameters.
 
-    It is tried with small tensors in the place of the parameters. One that cannot be, or is torch's own, is believed.
+    It is tried with small tensors instead of its parameters. If that is not possible, or it is torch's own, it is
+    accepted.
 
     Raises:
         ModelError: says under which strategies it goes.
@@ -50,9 +51,9 @@ def refuse_mixing(optimizer: Optimizer) -> None:
 
 
 def refuse_shaped(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that steps a weight by its shape, where it is to step a row of numbers out of several.
+    """Refuse an optimizer whose step depends on a weight's shape, if it has to step a row of numbers.
 
-    It is tried with small tensors, whole and in pieces. One that cannot be, or is torch's own, is believed.
+    It is tried with small tensors, whole and in pieces. If that is not possible, or it is torch's own, it is accepted.
 
     Raises:
         ModelError: says under which strategies it goes.
@@ -71,7 +72,7 @@ def refuse_shaped(optimizer: Optimizer) -> None:
                 for given in (tensors, grads)
             ]
             pieces = _stepped(optimizer, [place for place in places for _ in range(2)], *cut)
-        except Exception:  # noqa: BLE001 - what a step needs besides is its author's affair
+        except Exception:  # noqa: BLE001 - the trial lacks what the step needs
             return
     if not torch.allclose(torch.cat([tensor.view(-1) for tensor in whole]), torch.cat(pieces), equal_nan=True):
         raise ModelError(
@@ -83,7 +84,7 @@ def refuse_shaped(optimizer: Optimizer) -> None:
 
 
 def _tried(optimizer: Optimizer) -> Literal["draws", "mixes", ""]:
-    """Return what an optimizer does in a trial that parts of it cannot do."""
+    """Return what an optimizer does in a trial that cannot be done in parts: it draws, mixes, or neither."""
     kinds: dict[tuple[int, int], tuple[torch.Size, torch.device]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -104,12 +105,12 @@ def _tried(optimizer: Optimizer) -> Literal["draws", "mixes", ""]:
                 for raised, one, other in zip(is_more, found, expected, strict=True):
                     if not raised and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
                         return "mixes"
-            for is_here in _halves(len(grads)):  # as where other ranks have the gradients of the rest
+            for is_here in _halves(len(grads)):  # as if other ranks have the other gradients
                 own = [grad if here else None for here, grad in zip(is_here, grads, strict=True)]
                 _stepped(optimizer, places, tensors, own)
                 if _random_states() != drawn:
                     return "draws"
-        except Exception:  # noqa: BLE001 - what a step needs besides is its author's affair
+        except Exception:  # noqa: BLE001 - the trial lacks what the step needs
             return ""
     return ""
 
@@ -120,7 +121,7 @@ def _random_states() -> list[Any]:
 
 
 def _halves(count: int) -> Iterator[list[bool]]:
-    """Yield halves of some things, few of them, such that for any two one half has the first and not the second."""
+    """Yield a few subsets of indices such that for any two, one subset has the first and not the second."""
     for bit in range((count - 1).bit_length()):
         for side in (0, 1):
             yield [number >> bit & 1 == side for number in range(count)]
@@ -129,7 +130,7 @@ def _halves(count: int) -> Iterator[list[bool]]:
 def _stepped(
     optimizer: Optimizer, places: list[int], tensors: list[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Return what an optimizer makes of tensors with these gradients, each in the group of this number."""
+    """Return tensors after steps of an optimizer with these gradients, each in the group of its number."""
     torch.manual_seed(0)
     probes = [tensor.clone().requires_grad_() for tensor in tensors]
     groups = optimizer.param_groups[:]
@@ -148,7 +149,7 @@ def _stepped(
             closure()
             try:
                 type(optimizer).step(optimizer, closure)
-            except TypeError:  # it takes none
+            except TypeError:  # it takes no closure
                 type(optimizer).step(optimizer)
     finally:
         optimizer.param_groups[:] = groups
@@ -156,14 +157,14 @@ def _stepped(
 
 
 def _rate(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a learning rate by which a step shows, where a schedule may begin with none."""
+    """Return a learning rate that makes a step visible, since a schedule may begin at zero."""
     given = group.get("lr")
     return {} if given is None else {"lr": torch.full_like(given, 0.1) if isinstance(given, torch.Tensor) else 0.1}
 
 
 @contextmanager
 def _put_aside(optimizer: Optimizer) -> Iterator[None]:
-    """Put an optimizer's state, its attributes and all gradients aside within a ``with``."""
+    """Save and restore an optimizer's state and attributes, and all gradients, within a ``with``."""
     attributes, state = dict(vars(optimizer)), dict(optimizer.state)
     grads = [(each, each.grad) for each in parameters_of(optimizer).values() if each.grad is not None]
     for parameter, _ in grads:

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a shard: torch's DTensors, made whole, compared, and filled from whole ones.
+"""Functions for tensors of which each rank holds a shard (``DTensor``): gather, compare, and fill from whole ones.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
@@ -22,7 +22,7 @@ from distwrap.nesting import rebuilt, refilled
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's numbers of a tensor; a change of them changes the tensor."""
+    """Return this rank's numbers of a tensor, as a view."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -34,14 +34,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def divided_like(pattern: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a whole tensor, which all ranks have, where the pattern is a DTensor; no exchange."""
+    """Return this rank's shard of a tensor that all ranks have whole, if the pattern is a ``DTensor``; no exchange."""
     if not isinstance(pattern, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return on_all_ranks(pattern, tensor).redistribute(placements=pattern.placements)
 
 
 def on_all_ranks(pattern: DTensor, tensor: torch.Tensor) -> DTensor:
-    """Return a tensor that each rank has whole as a divided one, beside those of a pattern."""
+    """Return a tensor that each rank has whole as a replicated ``DTensor`` on the mesh of a pattern."""
     mesh = pattern.device_mesh
     whole = tensor.detach().to(pattern.to_local().device)
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -53,7 +53,7 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def held(model: nn.Module) -> Iterator[Held]:
-    """Yield the tensors of a model of which more than one rank has the same part."""
+    """Yield the tensors of a model of which several ranks have the same part."""
     own = left_to_ranks(model)
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if name in own:
@@ -65,7 +65,7 @@ def held(model: nn.Module) -> Iterator[Held]:
 
 
 def _first_holder(tensor: DTensor) -> int | None:
-    """Return the first rank that has the same shard as this one; ``None`` where no other rank has it."""
+    """Return the first rank that has the same shard as this one; ``None`` if no other rank has it."""
     mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert here is not None
     alike = [placement.is_replicate() and mesh.size(i) > 1 for i, placement in enumerate(tensor.placements)]
@@ -76,10 +76,9 @@ def _first_holder(tensor: DTensor) -> int | None:
 
 
 def full_state(thing: nn.Module | Optimizer, *, everywhere: bool) -> dict[str, Any]:
-    """Return a state whose tensors are whole, on the CPU, on rank 0 or everywhere; every rank calls it.
+    """Return a state with whole tensors on the CPU, on rank 0 or everywhere; every rank calls it.
 
-    Other ranks than those get empty tensors in the place of divided ones. No rank holds more than one tensor beside
-    what it returns.
+    Other ranks get empty tensors instead of divided ones. No rank holds more than one tensor beside its result.
     """
     plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
     wanted = everywhere or dist.get_rank() == 0
@@ -94,7 +93,7 @@ def full_state(thing: nn.Module | Optimizer, *, everywhere: bool) -> dict[str, A
 
 
 def load_full_state(thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-    """Load a state whose tensors are whole or divided into a model or optimizer of divided tensors."""
+    """Load a state of whole or divided tensors into a model or optimizer of divided tensors."""
     if isinstance(thing, nn.Module):
         net = unwrap_model(thing)
         net.load_state_dict(divided_state(net, state))
@@ -109,21 +108,21 @@ def load_full_state(thing: nn.Module | Optimizer, state: dict[str, Any]) -> None
 
 
 def divided_state(net: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state, with a wrapper's prefix or without, as the model has it: with shards of what it divides."""
+    """Return a state, with a wrapper's prefix or without, with the keys and shards of the model."""
     patterns = net.state_dict()
     given = strip_module_prefix(state if isinstance(state, dict) else dict(state), target=net)
     pairs = given.items()
     divided = [divided_like(patterns[name], value) if name in patterns else value for name, value in pairs]
-    return cast("dict[str, Any]", refilled(given, divided))  # with the versions of modules
+    return cast("dict[str, Any]", refilled(given, divided))  # keeps the versions of modules
 
 
 def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored state with an empty shard in the place of each tensor that is divided in a model or optimizer."""
+    """Return a stored state with an empty shard for each tensor that a model or optimizer has divided."""
 
     def like(pattern: Any, value: Any) -> Any:
         if not isinstance(pattern, DTensor) or not isinstance(value, torch.Tensor) or value.shape != pattern.shape:
             return value
-        if is_in_pieces(pattern.placements[-1]):  # no box of the whole, which is then divided
+        if is_in_pieces(pattern.placements[-1]):  # not a box: the whole is read, and then divided
             return value
         return torch.empty_like(pattern, dtype=value.dtype, requires_grad=False)
 
@@ -143,20 +142,20 @@ def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[st
 
 
 def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:
-    """Return an optimizer's value for a parameter: divided like it where it has the parameter's shape, or whole."""
+    """Return an optimizer's value for a parameter: divided like it if it has its shape, else whole."""
     if isinstance(value, DTensor) and not isinstance(parameter, DTensor):
         return whole(value)
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     if value.shape == parameter.shape:
         return divided_like(parameter, value)
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):  # as a mean of each row: on all ranks
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):  # as a mean of each row, on all ranks
         return on_all_ranks(parameter, value)
     return value
 
 
 def parts(thing: nn.Module | Optimizer) -> dict[str, Any]:
-    """Return a state for torch's distributed checkpoint, in which each rank's piece of a tensor is a box of it."""
+    """Return a state for torch's distributed checkpoint, in which each rank's piece of a tensor is a box."""
     plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
     return cast("dict[str, Any]", rebuilt(plain.state_dict(), lambda leaf, path: _in_one_piece(leaf)))
 
@@ -172,7 +171,7 @@ def _in_one_piece(leaf: Any) -> Any:
 
 
 def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Divide what an optimizer keeps for a parameter like another one, for which it is kept from now on."""
+    """Move an optimizer's state from an old parameter to a new one, and divide it like that."""
     if old in optimizer.state:
         values = optimizer.state.pop(old)
         optimizer.state[new] = {name: _like_parameter(new, value) for name, value in values.items()}

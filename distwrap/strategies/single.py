@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""The strategy single: one process, one device."""
 
 import inspect
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ _OF_WRAP_MODEL = ("strategy", "device", "precision", "sync_batchnorm", "forward_
 
 
 class SingleStrategy(Strategy):
-    """The user's own model: wrapped only where precision or device ask for it."""
+    """Strategy of one process, in which a thin wrapper takes care of precision and device."""
 
     launches = "one"
 
@@ -38,7 +38,7 @@ class SingleStrategy(Strategy):
 
 
 def on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a model on a device, filled with numbers where it has none yet; every rank calls it."""
+    """Return a model on a device, and initialise it if it has no numbers yet; every rank calls it."""
     if not is_empty(model):
         return move(model, device)
     from distwrap.strategies.adoption import Replacement  # imports torch's DTensor
@@ -51,16 +51,16 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def local(model: nn.Module, wrapping: Wrapping) -> nn.Module:
-    """Wrap a model that exchanges nothing: it has ``model.module``, as with several ranks."""
+    """Wrap a model that exchanges nothing, so that it has ``model.module`` as with several ranks."""
     check_ddp_options("wrap_model()", wrapping.options)
     return LocalModel(model, wrapping.in_precision, wrapping.forward_methods)
 
 
 def check_ddp_options(taker: str, names: Iterable[str], others: Iterable[str] = _OF_WRAP_MODEL) -> None:
-    """Refuse names that are neither options of DistributedDataParallel nor `others`, here as on several ranks.
+    """Refuse names that are neither options of DistributedDataParallel nor `others`, with any number of ranks.
 
     Raises:
-        OptionError: names the nearest one.
+        OptionError: a name is unknown; the message has the nearest known one.
     """
     known = {*inspect.signature(DistributedDataParallel.__init__).parameters} - _OURS | {*others}
     for name in names:

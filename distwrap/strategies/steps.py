@@ -1,4 +1,4 @@
-"""A step of a hand-written loop: backward, unscale, clip, step, update, in the one right order.
+"""A step of a hand-written loop: backward, unscale, clip, step and update, in the right order.
 
 Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
 """
@@ -33,7 +33,7 @@ class Step(int):
     norm: torch.Tensor | None
 
     def __new__(cls, taken: bool, norm: torch.Tensor | float | None = None) -> Step:
-        """Make one of whether the step was taken, and of the norm."""
+        """Make an outcome from whether the step was taken, and the norm."""
         step = super().__new__(cls, taken)
         step.norm = torch.as_tensor(norm).detach() if norm is not None else None
         return step
@@ -72,7 +72,7 @@ def backward(loss: torch.Tensor) -> None:
     try:
         strategy.backward(loss)
     except RuntimeError as error:
-        raise explained(error)  # noqa: B904 - which knows its cause
+        raise explained(error)  # noqa: B904 - it has its cause
     if scaler is not None:
         scaling.mark_gradients()
 
@@ -134,7 +134,7 @@ def optimizer_step(
     taken = not overflowed and strategy.step(optimizer) is not False
     for act in scaling.on_skipped if overflowed else ():
         act(optimizer)
-    # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
+    # The next backward updates the scale, since another optimizer may still need the present one for its gradients.
     scaling.stepped.add(id(optimizer))
     return _stepped(scheduler, taken, norm)
 
@@ -169,7 +169,7 @@ def unscale(optimizer: Optimizer) -> None:
 
 
 def _strategy_of_loss(world: World) -> Strategy:
-    """Return the strategy of the run's models; the run's own where there is none."""
+    """Return the strategy of the run's models, or the run's own if there are none."""
     of_models = [strategy_of(model, world) for model in world.part(WrappedModels)] or [world.strategy]
     several = list({id(strategy): strategy for strategy in of_models}.values())
     for strategy in several if len(several) > 1 else ():

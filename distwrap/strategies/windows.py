@@ -1,4 +1,4 @@
-"""Windows of micro-batches: when their optimizer may step, and by what a loss in one is divided."""
+"""Windows of micro-batches: when an optimizer may step, and by what a loss is divided."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Window:
         self._scaled = -1
 
     def concerns(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer steps over the gradients of this window's models."""
+        """Return whether an optimizer holds parameters of this window's models."""
         return self.has_any(parameters_of(optimizer))
 
     def has_any(self, parameters: Iterable[int]) -> bool:
-        """Return whether parameters of this window's models are among some, given by their ids."""
+        """Return whether any of these ids are those of parameters of this window's models."""
         return not {id(own) for model in self._models for own in model.parameters()}.isdisjoint(parameters)
 
     def is_of(self, model: nn.Module) -> bool:
@@ -61,9 +61,9 @@ class Window:
         return f"Window(size={self.size}, index={self.index})"
 
     def scaled(self, loss_sum: torch.Tensor, count: float, world_size: int) -> torch.Tensor:
-        """Divide by the count of the whole window on all ranks, though it is known with the last micro-batch only.
+        """Scale a loss by the count of the whole window on all ranks, which only the last micro-batch knows.
 
-        Earlier micro-batches are divided by an estimate; the last one rescales the gradients to the true count.
+        Earlier micro-batches use an estimate; the last one rescales the gradients to the true count.
         """
         if self._scaled == self.index:
             raise ModelError(
@@ -75,7 +75,7 @@ class Window:
             if not self._divisor:
                 at_once = any(strategy.averages_at_once for strategy in self._strategies())
                 shares = total(max(count, 1.0)) if at_once else max(count, 1.0) * world_size
-                self._divisor = shares * self.size  # at once, the gradients of all ranks must have one
+                self._divisor = shares * self.size  # gradients averaged at once need one divisor on all ranks
             return loss_sum * (world_size / self._divisor)
         everything = total(self._counted)
         if not everything:
@@ -96,11 +96,11 @@ class Window:
 
 
 class Windows(RunPart):
-    """The accumulation windows of one run.
+    """Accumulation windows of one run.
 
     Attributes:
-        under_way: the window of each `accumulate` that is under way.
-        left_out: the models of each `no_sync` that is under way.
+        under_way: the current window of each running `accumulate`.
+        left_out: the models of each running `no_sync`.
     """
 
     def __init__(self, world: World) -> None:
@@ -115,10 +115,10 @@ class Windows(RunPart):
         self._handle.remove()
 
     def of_loss(self, loss: torch.Tensor) -> Window | None:
-        """Return the window of the models that a loss was computed with; ``None`` where none is under way.
+        """Return the window of the models that computed a loss; ``None`` if none is running.
 
         Raises:
-            ModelError: it is of none of several windows, or of more than one.
+            ModelError: several are running, and the loss belongs to none of them or to more than one.
         """
         if len(self.under_way) < 2:
             return next(iter(self.under_way.values()), None)
@@ -133,10 +133,10 @@ class Windows(RunPart):
         return found[0]
 
     def begin(self, place: object, window: Window) -> None:
-        """Note a micro-batch's window; those of loops that were left before their end, and never closed, are over.
+        """Note the window of a micro-batch; windows of the same model from loops that were left are over.
 
         Raises:
-            ModelError: such a loop goes on.
+            ModelError: such a loop continues.
         """
         if window.is_displaced:
             raise ModelError(
@@ -155,7 +155,7 @@ class Windows(RunPart):
         """Note models whose gradients are not exchanged.
 
         Raises:
-            ModelError: `accumulate` is under way with one of them.
+            ModelError: `accumulate` is running with one of them.
         """
         if any(window.is_of(model) for window in self.under_way.values() for model in models):
             raise ModelError(
@@ -167,14 +167,14 @@ class Windows(RunPart):
         self._have_left_out.update(models)
 
     def is_left_out(self, model: nn.Module) -> bool:
-        """Return whether a model's gradients are not exchanged now, because of a `no_sync`."""
+        """Return whether a `no_sync` currently leaves out the exchange of a model's gradients."""
         return any(own is model for models in self.left_out.values() for own in models)
 
     def refuse_half(self, optimizer: Optimizer) -> None:
-        """Refuse to step over gradients in the middle of the window of a model, or that `no_sync` has left alone.
+        """Refuse a step in the middle of a model's window, or over gradients that `no_sync` left unaveraged.
 
         Raises:
-            ModelError: says when to step.
+            ModelError: it is one of these; the message says when to step.
         """
         for window in self.under_way.values():
             if not window.last and window.concerns(optimizer):
@@ -241,7 +241,7 @@ def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor, *, window: W
 
 
 def _parameters_under(loss: torch.Tensor) -> set[int]:
-    """Return the ids of the parameters with which a loss was computed, from its graph."""
+    """Return the ids of the parameters that computed a loss, from its graph."""
     found, seen, nodes = set(), set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()

@@ -1,6 +1,6 @@
-"""DDP on torch_xla's devices, which torch knows as no accelerator: TPUs, and the CPU in its place.
+"""DDP on torch_xla's devices, which are no accelerator for torch: TPUs, or the CPU for tests.
 
-Each optimizer's step ends with ``torch_xla.sync()``, where what was only noted until then is computed.
+Each optimizer step ends with ``torch_xla.sync()``, which runs the recorded operations.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html
 """
@@ -21,7 +21,7 @@ from distwrap.strategies.ddp import DDPStrategy
 
 
 class XLAStrategy(DDPStrategy):
-    """DDP on torch_xla's devices; by ``strategy="xla"``, which takes ``launcher="xla"`` too."""
+    """DDP on torch_xla's devices; ``strategy="xla"``, which needs ``launcher="xla"``."""
 
     def check(self, run: Options) -> None:
         super().check(run)
@@ -38,7 +38,7 @@ class XLAStrategy(DDPStrategy):
         return world
 
     def init_process_group(self, backend: str, **arguments: Any) -> None:
-        import torch_xla.distributed.xla_backend  # noqa: F401 - which brings the backend
+        import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend
 
         dist.init_process_group("xla", init_method="xla://", timeout=arguments["timeout"])
         asked, found = arguments["world_size"], dist.get_world_size()
@@ -47,7 +47,7 @@ class XLAStrategy(DDPStrategy):
 
 
 class _Sync(RunPart):
-    """Computing what was noted, at the end of each optimizer's step."""
+    """Hook that runs the recorded operations at the end of each optimizer step."""
 
     def __init__(self, world: World) -> None:
         import torch_xla

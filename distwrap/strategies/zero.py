@@ -1,4 +1,4 @@
-"""DDP whose optimizer state, and gradients if asked for, are divided over the ranks: ZeRO, stages 1 and 2.
+"""The strategies zero1 and zero2: DDP with optimizer state, and in stage 2 gradients, divided over the ranks.
 
 Source: https://arxiv.org/abs/1910.02054
 """
@@ -26,15 +26,15 @@ from distwrap.strategies.optimizer_state import full_state, own_state, parts_to_
 
 
 class ZeroStrategy(DDPStrategy):
-    """The same model in each process, with the state of the user's own optimizers divided over the processes.
+    """Strategy with the same model in each process, and the optimizers' states divided over the processes.
 
     Args:
-        stage: 1 divides the optimizers' state; 2 also frees, on each rank, averaged gradients that it does not step.
-        backend: of the process group, as ``"gloo"``.
-        **ddp_options: for ``DistributedDataParallel``, as ``static_graph=True``.
+        stage: 1 divides the states of optimizers; 2 also frees averaged gradients on ranks that do not step them.
+        backend: the backend of the process group, as ``"gloo"``.
+        **ddp_options: options of ``DistributedDataParallel``, as ``static_graph=True``.
 
     Raises:
-        OptionError: DistributedDataParallel has no such option, or it does not go with divided optimizers.
+        OptionError: DistributedDataParallel has no such option, or divided optimizers do not allow it.
 
     Example:
         >>> ZeroStrategy(stage=1)
@@ -60,7 +60,7 @@ class ZeroStrategy(DDPStrategy):
         self._refuse_comm(wrapping.comm)
         wrapped = super().prepare_model(model, world, wrapping)
         if isinstance(wrapped, DistributedModel):
-            gradients = world.part(GradientShares)  # whose hook must be there before a step looks at all hooks
+            gradients = world.part(GradientShares)  # registers its hook before a step collects all hooks
             if self.stage == 2:
                 return_freed_memory(world.device)
                 gradients.divide(wrapped)
@@ -125,7 +125,7 @@ class ZeroStrategy(DDPStrategy):
         return None if share is None or not isinstance(thing, Optimizer) else parts_to_load(thing, share, state)
 
     def _refuse(self, options: dict[str, Any]) -> None:
-        """Refuse options of DDP that do not go with a division over all ranks."""
+        """Refuse options of DDP that do not allow a division over all ranks."""
         if options.get("process_group") is not None:
             raise OptionError(
                 f"strategy='zero{self.stage}' divides over all ranks, so process_group= cannot be given. Leave it out."
@@ -137,7 +137,7 @@ class ZeroStrategy(DDPStrategy):
             )
 
     def _refuse_comm(self, comm: Algorithm | None) -> None:
-        """Refuse algorithms that need all of the gradients, or of the optimizer's state, on each rank."""
+        """Refuse algorithms that need all gradients, or the whole optimizer state, on each rank."""
         if comm is not None and (self.stage == 2 or comm.needs_optimizer_state):
             what, way = "the gradients", "strategy='zero1' or 'ddp'"
             if comm.needs_optimizer_state:
@@ -149,10 +149,10 @@ class ZeroStrategy(DDPStrategy):
 
 
 class _WithoutJoin(AveragingModel):
-    """torch's wrapper inside a model whose ranks exchange weights after each step too, which ``Join`` does not know."""
+    """DDP inside a model whose ranks also exchange weights after each step, which ``Join`` does not support."""
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Refuse torch's ``Join``: a rank that is out of data would miss the others' steps."""
+        """Refuse torch's ``Join``, in which a rank without data would miss the others' steps."""
         raise ModelError(
             f"rank {current_world().placement.rank}: torch's Join does not go with strategy='zero1' or 'zero2', where "
             f"every rank takes part in every step of the optimizer. Loop over distwrap.lockstep(loader) instead."
@@ -172,7 +172,7 @@ def _divide(optimizer: Optimizer) -> None:
 
 
 def _divided(optimizer: Optimizer) -> dict[nn.Parameter, int | None]:
-    """Return the parameters of an optimizer whose gradients all ranks have averaged under this strategy."""
+    """Return an optimizer's parameters whose gradients all ranks have averaged under this strategy."""
     world = current_world()
     models, owners = world.part(WrappedModels), world.part(GradientShares).owners()
     averaged = {

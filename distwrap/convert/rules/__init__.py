@@ -1,1 +1,1 @@
-"""Rules of a conversion, a file for each kind of code that they know."""
+"""Rules of a conversion, with one file for each kind of code."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation: windows of micro-batches, after each of which gradients are exchanged once."""
+"""Gradient accumulation: group micro-batches into windows, with one exchange of gradients for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distwrap.convert.script import constant, path_of
 
 
 def accumulate_in_windows(conversion: Conversion) -> None:
-    """Let loops that step every few batches exchange gradients at these steps alone."""
+    """Make loops that step every few batches exchange gradients only at these steps."""
     for each in conversion.facts.training_loops:
         every = _every(conversion, each)
         if every is None or not isinstance(each.loop, cst.For) or not conversion.may_change(each.loop):
@@ -24,7 +24,7 @@ def accumulate_in_windows(conversion: Conversion) -> None:
 
 
 def _every(conversion: Conversion, loop: TrainingLoop) -> str | None:
-    """Return after how many batches a loop steps, as text, where it steps ``if (i + 1) % n == 0``."""
+    """Return the number of batches between steps, as text, for a loop that steps ``if (i + 1) % n == 0``, or None."""
     script = conversion.script
     match loop.loop:
         case cst.For(target=cst.Tuple(elements=[index, *_]), iter=cst.Call(args=given) as call) if script.is_a(
@@ -51,7 +51,7 @@ def _every(conversion: Conversion, loop: TrainingLoop) -> str | None:
 
 
 def _model_called(conversion: Conversion, loop: TrainingLoop) -> str | None:
-    """Return the one wrapped model that a loop calls, by its name there."""
+    """Return the name of the only wrapped model that a loop calls, or None."""
     found = {
         path
         for call in conversion.script.find(cst.Call, loop.loop.body)
@@ -65,7 +65,7 @@ def _model_called(conversion: Conversion, loop: TrainingLoop) -> str | None:
 
 
 def take_windows(conversion: Conversion, loop: cst.For, every: str, model: str) -> str | None:
-    """Let a loop go through windows; return the window's name there, or none where the loop is not plain."""
+    """Make a loop iterate over windows; return the window's name, or None if the loop is too complex."""
     script = conversion.script
     iterated = conversion.facts.iterated(loop)
     batch: cst.CSTNode = loop.target

@@ -1,4 +1,4 @@
-"""Batches that a loop cuts from a tensor by itself, which each rank takes a part of."""
+"""Divide among the ranks the batches that a loop slices from a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distwrap.convert.script import keyword_of, path_of
 
 
 def share_own_batches(conversion: Conversion) -> None:
-    """Give each rank its part of the slices that a training loop takes, or its columns of a text in columns."""
+    """Give each rank its part of a training loop's slices, or its own columns of a text in columns."""
     for each in conversion.facts.training_loops:
         if not isinstance(each.loop, cst.For) or not conversion.may_change(each.loop):
             continue
@@ -42,7 +42,7 @@ def _split_slices(conversion: Conversion, training: TrainingLoop, ranges: cst.Ca
         if name.value == index:
             cut = next((each for each in script.ancestors(name) if isinstance(each, cst.Subscript)), None)
             if cut is None or not script.inside(cut, loop):
-                continue  # as in a condition, or in what is printed
+                continue  # as in a condition or a print
             if not _is_slice(conversion, cut, index, step) or not conversion.may_change(cut):
                 return False
             found[cut] = None
@@ -75,7 +75,7 @@ def _is_slice(conversion: Conversion, cut: cst.Subscript, index: str, step: str)
 
 
 def _take_columns(conversion: Conversion, ranges: cst.Call) -> bool:
-    """Let each rank have columns of its own of a text that is laid out in columns, and read along all of them."""
+    """Give each rank its own columns of a text that is laid out in columns and read along all of them."""
     script, values = conversion.script, conversion.facts.values
     lengths = [path_of(each) for arg in ranges.args for each in _measured(conversion, arg.value)]
     for path in lengths:
@@ -100,7 +100,7 @@ def _take_columns(conversion: Conversion, ranges: cst.Call) -> bool:
 
 
 def _measured(conversion: Conversion, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    """Yield what ``len(x)``, ``x.size(0)`` and ``x.shape[0]`` measure."""
+    """Yield the tensor in ``len(x)``, ``x.size(0)`` and ``x.shape[0]``."""
     script = conversion.script
     for call in script.find(cst.Call, node):
         if script.is_a(call, "builtins.len") and call.args:
@@ -113,7 +113,7 @@ def _measured(conversion: Conversion, node: cst.BaseExpression) -> Iterator[cst.
 
 
 def _columns_parameter(conversion: Conversion, function: cst.FunctionDef) -> int | None:
-    """Return which parameter is the number of columns of ``data.view(columns, -1).t()``."""
+    """Return the position of the parameter ``columns`` in ``data.view(columns, -1).t()``, or None."""
     for node in conversion.script.expressions(function.body):
         match _transposed(node):
             case cst.Call(func=cst.Attribute(attr=cst.Name(value="view" | "reshape")), args=[columns, rest]) if (
@@ -125,7 +125,7 @@ def _columns_parameter(conversion: Conversion, function: cst.FunctionDef) -> int
 
 
 def _transposed(node: cst.BaseExpression) -> cst.BaseExpression | None:
-    """Return what ``.t()``, ``.T`` or ``.transpose(0, 1)`` turns around."""
+    """Return the tensor in ``x.t()``, ``x.T`` or ``x.transpose(0, 1)``, or None."""
     match node:
         case cst.Attribute(value=value, attr=cst.Name(value="T")):
             return value
@@ -137,7 +137,7 @@ def _transposed(node: cst.BaseExpression) -> cst.BaseExpression | None:
 
 
 def note_sums(conversion: Conversion) -> None:
-    """Note losses that are sums, where the batch is that of all ranks together: their gradients become N times less."""
+    """Note losses that are sums over a batch divided among N ranks: their gradients become N times smaller."""
     script = conversion.script
     for each in conversion.facts.training_loops:
         if not conversion.global_batch and each.loop not in conversion.split_batches:
@@ -153,7 +153,7 @@ def note_sums(conversion: Conversion) -> None:
 
 
 def _has_sum(conversion: Conversion, node: cst.BaseExpression, depth: int = 3) -> bool:
-    """Return whether a loss is a sum over its batch, or made of such sums."""
+    """Return whether a loss is a sum over its batch, or contains such a sum."""
     script = conversion.script
     if isinstance(node, cst.BinaryOperation):
         parts = [

@@ -1,4 +1,4 @@
-"""Branches that ranks may take apart: an early end, a skipped batch."""
+"""Branches that ranks may take differently: an early end of a loop, a skipped batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distwrap.convert.script import path_of
 
 
 def own_test(conversion: Conversion, node: cst.CSTNode, depth: int = 2) -> cst.If | None:
-    """Return the test of a rank's own data under which a piece of code runs, by a caller's test too; or none."""
+    """Return the test on a rank's own data that guards a piece of code, here or in a caller, or None."""
     script, facts = conversion.script, conversion.facts
     function = script.function_of(node)
     for test in script.ancestors(node):
@@ -33,7 +33,7 @@ def own_test(conversion: Conversion, node: cst.CSTNode, depth: int = 2) -> cst.I
 
 
 def _of_batch(conversion: Conversion, loop: Loop) -> set[str]:
-    """Return the names that a loop makes of its batch, or of what a wrapped model gives."""
+    """Return the names that a loop computes from its batch or from a wrapped model's output."""
     script, values = conversion.script, conversion.facts.values
     own = own_names(script, conversion.facts, loop)
     target = loop.target if isinstance(loop, cst.For) else None
@@ -53,7 +53,7 @@ def _of_batch(conversion: Conversion, loop: Loop) -> set[str]:
 
 
 def _is_of_own_share(conversion: Conversion, name: cst.Name) -> bool:
-    """Return whether a name is read after a loop that set it by a rank's own share, or made of such a one."""
+    """Return whether a name holds a result of the rank's own share of the data, or is computed from one."""
     made = [each.value for each in conversion.facts.values.bound(name) if each.value is not None]
     return name in conversion.own_reads or any(
         inner in conversion.own_reads for value in made for inner in conversion.script.find(cst.Name, value)
@@ -61,7 +61,7 @@ def _is_of_own_share(conversion: Conversion, name: cst.Name) -> bool:
 
 
 def agree_on_branches(conversion: Conversion) -> None:
-    """Let all ranks together leave a training loop, or skip a batch, where each would do so by its own data."""
+    """Make all ranks leave a training loop or skip a batch together, if the test depends on own data."""
     script = conversion.script
     for each in conversion.facts.training_loops:
         if isinstance(each.loop, cst.While):
@@ -86,7 +86,7 @@ def agree_on_branches(conversion: Conversion) -> None:
 
 
 def _comes_on_all_ranks(conversion: Conversion, test: cst.If) -> bool:
-    """Return whether each rank comes to a test in each turn of its loop, since the test stands in the loop's block."""
+    """Return whether all ranks reach a test in each iteration: it stands directly in the loop's body."""
     script = conversion.script
     block = script.parent(test)
     return isinstance(block, cst.IndentedBlock) and isinstance(script.parent(block), (cst.For, cst.While))

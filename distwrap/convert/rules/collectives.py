@@ -1,4 +1,4 @@
-"""torch's own collectives, which become distwrap's where the change is plain."""
+"""Convert torch's own collectives to distwrap's if the change is simple."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHERS = {
 
 
 def convert_collectives(conversion: Conversion) -> None:
-    """Convert barriers, and reductions and broadcasts of a function's own variables; note the others."""
+    """Convert barriers, and reductions and broadcasts of local variables; note the other collectives."""
     script = conversion.script
     for call in list(script.calls("torch.distributed.barrier")):
         if conversion.may_change(call):

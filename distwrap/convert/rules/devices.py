@@ -1,4 +1,4 @@
-"""Devices: whatever a script calls its device becomes that of the rank."""
+"""Replace a script's devices by the device of the rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distwrap.convert.script import argument, constant, keyword_of, path_of
 
 
 def use_own_device(conversion: Conversion) -> None:
-    """Let devices be the rank's own; a device that is always the CPU stays."""
+    """Replace devices by the rank's own; a device that is always the CPU stays."""
     _drop_first_numbers(conversion)
     _replace_devices(conversion)
     _replace_choices(conversion)
@@ -19,7 +19,7 @@ def use_own_device(conversion: Conversion) -> None:
 
 
 def _drop_first_numbers(conversion: Conversion) -> None:
-    """Write ``"cuda"`` for ``"cuda:0"`` where there are no ranks yet."""
+    """Replace ``"cuda:0"`` by ``"cuda"`` in code that runs before there are ranks."""
     script = conversion.script
     for node in list(script.find(cst.SimpleString)):
         if not conversion.on_ranks(node) and conversion.may_change(node) and _is_first_device(constant(node)):
@@ -42,7 +42,7 @@ def _replace_devices(conversion: Conversion) -> None:
 
 
 def _replace_choices(conversion: Conversion) -> None:
-    """Replace ``"cuda" if torch.cuda.is_available() else "cpu"`` where it is used to place tensors alone."""
+    """Replace ``"cuda" if torch.cuda.is_available() else "cpu"`` if it is only used to place tensors."""
     script = conversion.script
     for choice in list(script.find(cst.IfExp)):
         above = script.parent(choice)
@@ -76,7 +76,7 @@ def _replace_cuda_calls(conversion: Conversion) -> None:
 
 
 def _replace_in_to(conversion: Conversion) -> None:
-    """Write ``.to(device())`` for ``.to("cuda")``, ``.to(0)`` and ``.to(rank)``."""
+    """Replace ``.to("cuda")``, ``.to(0)`` and ``.to(rank)`` by ``.to(device())``."""
     script = conversion.script
     for call, _ in list(script.method_calls("to")):
         first = call.args[0] if call.args else None
@@ -95,7 +95,7 @@ def _replace_in_to(conversion: Conversion) -> None:
 
 
 def _is_each_ranks(conversion: Conversion, choice: cst.IfExp) -> bool:
-    """Return whether a choice is between the CPU and names of devices without a number."""
+    """Return whether a choice is between the CPU and a device name without a number."""
     words = [constant(each) for each in conversion.script.find(cst.SimpleString, choice.body)]
     words += [constant(choice.orelse)]
     return isinstance(choice.body, cst.SimpleString) and all(each in (*ACCELERATORS, "cpu") for each in words)
@@ -116,7 +116,7 @@ def _replace(conversion: Conversion, node: cst.CSTNode) -> None:
 
 
 def _is_accelerator(conversion: Conversion, call: cst.Call) -> bool:
-    """Return whether a ``torch.device(...)`` is an accelerator, perhaps under a condition."""
+    """Return whether a ``torch.device(...)`` is or may be an accelerator."""
     first = argument(call, "type", 0)
     if first is None:
         first = argument(call, "device", 0)
@@ -135,7 +135,7 @@ def _names_accelerator(conversion: Conversion, node: cst.BaseExpression) -> bool
 
 
 def _outermost(conversion: Conversion, call: cst.Call) -> cst.CSTNode:
-    """Return the choice between this device and the CPU, or the device itself."""
+    """Return the conditional expression around a device, or the device itself."""
     node: cst.CSTNode = call
     while isinstance(conversion.script.parent(node), cst.IfExp):
         node = conversion.script.parent(node) or node
@@ -143,7 +143,7 @@ def _outermost(conversion: Conversion, call: cst.Call) -> cst.CSTNode:
 
 
 def _is_within(conversion: Conversion, call: cst.Call) -> bool:
-    """Return whether an earlier device of the same choice is replaced with it."""
+    """Return whether a device is replaced with an earlier one of the same conditional expression."""
     above = conversion.script.parent(call)
     if not isinstance(above, cst.IfExp):
         return False
@@ -155,7 +155,7 @@ def _is_within(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _only_places(conversion: Conversion, choice: cst.IfExp) -> bool:
-    """Return whether the name of a device is used for nothing but to place tensors."""
+    """Return whether a device's name is only used to place tensors."""
     script, values = conversion.script, conversion.facts.values
     if not _names_accelerator(conversion, choice):
         return False

@@ -1,4 +1,4 @@
-"""Random numbers that a training loop draws: of each rank's own, once models and data are made alike on all ranks."""
+"""Make random numbers of a training loop differ among ranks, after models and data are made alike on all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distwrap.convert.values import root_of
 
 
 def draw_apart(conversion: Conversion) -> None:
-    """Let each rank draw numbers of its own from where training begins, where its loop draws batches or noise."""
+    """Seed each rank differently before training begins, if its loop draws random batches or noise."""
     begun: set[cst.CSTNode] = set()  # statements before which a seed is written
     for each in conversion.facts.training_loops:
         code = code_of(conversion, each.body)
@@ -27,7 +27,7 @@ def draw_apart(conversion: Conversion) -> None:
 
 
 def code_of(conversion: Conversion, start: cst.CSTNode) -> list[cst.CSTNode]:
-    """Return what a piece of code runs: itself, functions of the file, and methods of objects that it uses."""
+    """Return the code that a piece of code runs: itself, the file's functions, and methods of objects it uses."""
     script, values = conversion.script, conversion.facts.values
     found, waiting = [start], [start]
     seen: set[tuple[Function | None, str]] = set()
@@ -49,7 +49,7 @@ def code_of(conversion: Conversion, start: cst.CSTNode) -> list[cst.CSTNode]:
 
 
 def _draws(conversion: Conversion, node: cst.CSTNode) -> Iterator[cst.Call]:
-    """Yield the calls of a piece of code that draw from the generators that all of a process shares."""
+    """Yield the calls in a piece of code that draw from the generators of the whole process."""
     script = conversion.script
     for call in script.find(cst.Call, node):
         if argument(call, "generator") is not None:
@@ -83,7 +83,7 @@ def _seed_before(
     statement = _first_that_draws(conversion, statement, names)
     if statement not in begun:
         begun.add(statement)
-        seed = "int(torch.randint(2**31, ()))"  # goes on with the script's own numbers, which are alike until here
+        seed = "int(torch.randint(2**31, ()))"  # from the script's own generator, which is alike on all ranks here
         conversion.edits.line_before(statement, conversion.call("seed_everything", f"{seed}, apart=True"))
         conversion.done(statement, "draws", "from here on each rank draws numbers of its own, from a seed alike on all")
     if not any(conversion.facts.loader_of(conversion.facts.iterated(loop.loop))):
@@ -93,7 +93,7 @@ def _seed_before(
 
 
 def _beginning(conversion: Conversion, loop: Loop) -> cst.BaseStatement | None:
-    """Return the statement of the ranks' function in which training begins: the outermost loop, or a call of it."""
+    """Return the statement of the ranks' function that begins training: the outermost loop or a call of it, or None."""
     script, node = conversion.script, loop
     outermost: cst.CSTNode = node
     for _ in range(5):
@@ -113,7 +113,7 @@ def _beginning(conversion: Conversion, loop: Loop) -> cst.BaseStatement | None:
 
 
 def _callers(conversion: Conversion, function: Function) -> list[cst.Call]:
-    """Return the calls of a function; of a method those by its name, where no other class has one of the name."""
+    """Return the calls of a function; for a method, the calls by its name if only one class defines it."""
     script, values = conversion.script, conversion.facts.values
     found = values.callers(function)
     if found or script.class_of(function) is None:
@@ -124,7 +124,7 @@ def _callers(conversion: Conversion, function: Function) -> list[cst.Call]:
 
 
 def _first_that_draws(conversion: Conversion, begin: cst.BaseStatement, names: set[str]) -> cst.BaseStatement:
-    """Return the first statement, behind those that make models and optimizers, that draws as the loop does."""
+    """Return the first statement after the models and optimizers are made that draws as the loop does."""
     script, facts = conversion.script, conversion.facts
     block = list(script.siblings(begin))
     made = [*facts.optimizer_calls(), *conversion.wrapped_expressions]
@@ -139,12 +139,12 @@ def _first_that_draws(conversion: Conversion, begin: cst.BaseStatement, names: s
 
 
 def _average_estimates(conversion: Conversion, names: set[str]) -> None:
-    """Average what functions without gradients compute of data that each rank now draws for itself."""
+    """Average the results of evaluation functions whose data each rank now draws for itself."""
     script, facts = conversion.script, conversion.facts
     for function in facts.values.functions.values():
         returns = [each for each in script.find(cst.Return, function) if script.function_of(each) is function]
         reached = {each.name.value for each in facts.reached(function)} | {function.name.value}
-        evaluates = any(script.method_calls("eval", function))  # and does not choose actions, say
+        evaluates = any(script.method_calls("eval", function))  # rather than choose actions, for example
         if not evaluates or not _is_without_gradients(conversion, function) or not reached & names or not returns:
             continue
         for call in facts.values.callers(function):
@@ -164,7 +164,7 @@ def _is_without_gradients(conversion: Conversion, function: Function) -> bool:
 
 
 def _seed_what_is_drawn_by_the_seed(conversion: Conversion) -> None:
-    """Seed the ranks alike where a script draws its seed, which would be another one on each rank."""
+    """Seed the ranks alike if a script draws its seed, which would differ on each rank."""
     script = conversion.script
     for call in script.calls(*SEEDS):
         given = call.args[0].value if call.args else None
@@ -176,7 +176,7 @@ def _seed_what_is_drawn_by_the_seed(conversion: Conversion) -> None:
 
 
 def _of_attribute(conversion: Conversion, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """Return what an attribute of any object is set to, as ``opt.seed``."""
+    """Return the values assigned to an attribute such as ``opt.seed``, in any function."""
     path, bindings = path_of(node), conversion.facts.values.bindings
     found = [each for (_, name), some in bindings.items() if name == path for each in some]
     return [each.value for each in found if each.value is not None]

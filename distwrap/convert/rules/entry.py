@@ -1,4 +1,4 @@
-"""The function that the ranks run: found and decorated, or made of the file's own level."""
+"""Choose the function that the ranks run: decorate an existing one, or make one from the module level."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from distwrap.convert.script import Function, path_of
 
 
 def choose_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> bool:
-    """Find out what the ranks will run.
+    """Choose the code that the ranks will run.
 
     Args:
-        conversion: under way.
-        needed: the code that the ranks have to run.
+        conversion: the current conversion.
+        needed: the code that the ranks must run.
 
     Returns:
-        Whether there is such a function, or one can be made; otherwise the list says why not.
+        Whether there is such a function, or one can be made; if not, the notes say why.
     """
     script, facts = conversion.script, conversion.facts
     entry = find_entry(conversion, needed)
@@ -39,14 +39,14 @@ def choose_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> bool:
 
 
 def decorate_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> bool:
-    """Put ``@distributed`` on the function that was chosen, or make one; return whether it was done."""
+    """Put ``@distributed`` on the chosen function, or make one; return whether this succeeded."""
     if conversion.reach.entry is not None:
         return decorate(conversion, conversion.reach.entry)
     return make_main(conversion, needed) is not None
 
 
 def find_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> Function | None:
-    """Return the function that holds all of the training: one that the file's own level starts, if there is one."""
+    """Return the function that contains all of the training, preferably one called at module level, or None."""
     script, facts = conversion.script, conversion.facts
     holding = [each for each in facts.values.functions.values() if all(facts.holds(each, need) for need in needed)]
     started = [each for each in holding if _is_started(conversion, each)]
@@ -60,7 +60,7 @@ def find_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> Functio
 
 
 def _is_started(conversion: Conversion, function: Function) -> bool:
-    """Return whether the file's own level calls a function, or hands it to what does."""
+    """Return whether a function is called, or passed to a call, at module level."""
     script = conversion.script
     return any(
         path_of(node) == function.name.value
@@ -71,7 +71,7 @@ def _is_started(conversion: Conversion, function: Function) -> bool:
 
 
 def decorate(conversion: Conversion, entry: Function) -> bool:
-    """Put the decorator right above a function, below those that it has."""
+    """Put the decorator directly above a function, below its existing ones."""
     script = conversion.script
     is_generator = any(script.function_of(each) is entry for each in script.find(cst.Yield, entry))
     if entry.asynchronous is not None or is_generator:

@@ -1,4 +1,4 @@
-"""Checkpoints: written once, whole or not at all, and read by the safe loader."""
+"""Convert checkpoints: written once, whole or not at all, and read by the safe loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distwrap.convert.values import root_of
 
 
 def save_and_load(conversion: Conversion) -> None:
-    """Convert ``torch.save`` and ``torch.load`` where what they write or read is plain."""
+    """Convert ``torch.save`` and ``torch.load`` if it is clear what they write or read."""
     for call in list(conversion.script.calls("torch.save")):
         if conversion.may_change(call) and conversion.on_ranks(call):
             _save(conversion, call)
@@ -57,7 +57,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
 
 
 def _note_what_goes_wrong(conversion: Conversion, call: cst.Call) -> None:
-    """Note where rank 0's own ``torch.save`` may fail, or be read before it is done."""
+    """Note where rank 0's ``torch.save`` may fail, or its file may be read too early."""
     script = conversion.script
     moved = [each for each in script.tree.body if isinstance(each, cst.ClassDef) and conversion.on_ranks(each)]
     if conversion.reach.entry is None and moved:
@@ -66,7 +66,7 @@ def _note_what_goes_wrong(conversion: Conversion, call: cst.Call) -> None:
             "the class above the code that moves into main()",
         )  # fmt: skip
     loads = [each for each in script.calls("torch.load") if conversion.on_ranks(each)]
-    if any(script.span(each) > script.span(call) for each in loads):  # else it is where a run goes on
+    if any(script.span(each) > script.span(call) for each in loads):  # an earlier load resumes a run
         conversion.left(
             call, "save", "a load in the same run does not wait for it",
             "save(state, path), of plain values; or barrier() before the load",
@@ -74,7 +74,7 @@ def _note_what_goes_wrong(conversion: Conversion, call: cst.Call) -> None:
 
 
 def _block_of(conversion: Conversion, call: cst.Call) -> cst.With | None:
-    """Return the ``with open(path, "wb") as f:`` that holds nothing but a statement that writes or reads ``f``."""
+    """Return the ``with open(path, "wb") as f:`` around a single statement that writes or reads ``f``, or None."""
     script = conversion.script
     line = script.statement_of(call)
     match line, script.parent(script.parent(line) or line):
@@ -105,7 +105,7 @@ def _save_to_open_file(conversion: Conversion, call: cst.Call, block: cst.With, 
 
 
 def _is_followed_up(conversion: Conversion, call: cst.Call, path: cst.BaseExpression) -> bool:
-    """Return whether the function of a save does more with the file, and whoever calls it asks for the rank."""
+    """Return whether a save's function uses the file again, and its caller tests the rank."""
     script, function = conversion.script, conversion.script.function_of(call)
     name = path_of(path)
     others = [
@@ -117,14 +117,14 @@ def _is_followed_up(conversion: Conversion, call: cst.Call, path: cst.BaseExpres
 
 
 def _is_called_by_some(conversion: Conversion, node: cst.CSTNode) -> bool:
-    """Return whether whoever calls the function of a node asks for the rank."""
+    """Return whether a caller of a node's function tests the rank."""
     function = conversion.script.function_of(node)
     callers = conversion.facts.values.callers(function) if function is not None else []
     return bool(callers) and all(map(conversion.script.is_of_some_ranks, callers))
 
 
 def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:
-    """Return whether a file is given by its path, and not as an object."""
+    """Return whether a file is given as a path, not as a file object."""
     script = conversion.script
     for source in conversion.facts.values.sources(node):
         if source is None and isinstance(node, cst.Name):
@@ -137,7 +137,7 @@ def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:
 
 
 def _is_plain_state(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) -> bool:
-    """Return whether a state is certainly of tensors and plain values, and has no whole model in it."""
+    """Return whether a state certainly holds tensors and plain values, and no whole model."""
     script = conversion.script
     if depth == 0:
         return False
@@ -219,7 +219,7 @@ def _load(conversion: Conversion, call: cst.Call) -> None:
 
 
 def _is_state(conversion: Conversion, call: cst.Call) -> bool:
-    """Return whether what is read is a state, since it is handed to ``load_state_dict`` or its keys are asked for."""
+    """Return whether a loaded object is used as a state: passed to ``load_state_dict``, or read by key."""
     script = conversion.script
     above = script.parent(call)
     if isinstance(above, cst.Arg):

@@ -1,4 +1,4 @@
-"""Objects that functions hand to each other as arguments: where they go, so that the argument can go too."""
+"""Follow an object that is passed between functions, so that its arguments and parameters can be removed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from distwrap.convert.script import Function, path_of
 
 @dataclass
 class HandedObject:
-    """Arguments and parameters by which an object goes from function to function.
+    """Arguments and parameters that pass an object between functions.
 
     Attributes:
-        names: that hold the object, in some function or in the file.
-        arguments: each call's arguments that are the object.
-        parameters: of the functions that are given it.
+        names: names that hold the object, in any function or at module level.
+        arguments: calls, each with an argument that passes the object.
+        parameters: functions, each with the parameter that takes the object.
     """
 
     names: set[str]
@@ -25,7 +25,7 @@ class HandedObject:
     parameters: dict[Function, cst.Param] = field(default_factory=dict)
 
     def is_part(self, node: cst.CSTNode | None) -> bool:
-        """Return whether a node is such an argument or parameter."""
+        """Return whether a node is one of these arguments or parameters."""
         return any(node is arg for _, arg in self.arguments) or any(node is param for param in self.parameters.values())
 
     def remove(self, conversion: Conversion) -> None:
@@ -40,7 +40,7 @@ class HandedObject:
 
 
 def find_where_handed(conversion: Conversion, names: set[str]) -> HandedObject | None:
-    """Return where an object is handed to; none where one of these places cannot be seen whole."""
+    """Return where an object is passed, or None if a use cannot be followed."""
     handed, known = HandedObject(set(names)), -1
     while known < len(handed.names) + len(handed.arguments):
         known = len(handed.names) + len(handed.arguments)
@@ -61,7 +61,7 @@ def find_where_handed(conversion: Conversion, names: set[str]) -> HandedObject |
 
 
 def _note_argument(conversion: Conversion, handed: HandedObject, call: cst.Call, arg: cst.Arg) -> bool:
-    """Note an argument with the parameter that takes it; return whether this is plain."""
+    """Record an argument with the parameter that takes it; return whether the parameter is known."""
     function = conversion.facts.values.functions.get(path_of(call.func) or "")
     param = _parameter(function, call, arg) if function is not None else None
     if function is None or param is None or handed.parameters.get(function, param) is not param:

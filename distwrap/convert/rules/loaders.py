@@ -1,4 +1,4 @@
-"""Loaders: those of training are shared by the ranks, and those of evaluations whose sums are understood."""
+"""Shard the loaders of training, and those of evaluations whose sums can be added up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distwrap.convert.script import argument, path_of
 
 
 def shard_loaders(conversion: Conversion) -> None:
-    """Give each rank its share of the training data, and of the data of evaluations that can be added up."""
+    """Shard the loaders of training, and those of evaluations whose results can be added up."""
     facts = conversion.facts
     training = [each for each in facts.loaders if each in facts.training_loaders and conversion.may_change(each)]
     readings = {
@@ -41,7 +41,7 @@ def shard_loaders(conversion: Conversion) -> None:
 
 
 def _sharded(conversion: Conversion, training: list[cst.Call], readings: dict[cst.For, Reading]) -> set[cst.Call]:
-    """Return the loaders that can be shared: those of training, and those whose loops are all clear."""
+    """Return the loaders that can be sharded: those of training, and those whose loops are all clear."""
     facts = conversion.facts
     sharded = {
         each for each in facts.loaders if conversion.may_change(each) and conversion.on_ranks(each)
@@ -65,7 +65,7 @@ def _sharded(conversion: Conversion, training: list[cst.Call], readings: dict[cs
 
 
 def _other_use(conversion: Conversion, loader: cst.Call) -> bool:
-    """Return whether a loader's name is used for more than loops, its length, its dataset, and to be handed on."""
+    """Return whether a loader is used for more than loops, its length, its dataset, or as an argument."""
     script, values = conversion.script, conversion.facts.values
     for node in conversion.facts.mentions(loader):
         above = script.parent(node)
@@ -108,7 +108,7 @@ def _leave(conversion: Conversion, loader: cst.Call, readings: dict[cst.For, Rea
 
 
 def _look_at_seeds(conversion: Conversion) -> None:
-    """Seed the ranks alike where a script draws its data or a split without a seed."""
+    """Seed the ranks alike if a script draws its data or a split without a seed."""
     script = conversion.script
     seeded = {
         name.split(".")[0] if name in CPU_SEEDS else "all"
@@ -134,7 +134,7 @@ def _look_at_seeds(conversion: Conversion) -> None:
 
 
 def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
-    """Return whether a script may run without a call, as one under ``if args.seed is not None``."""
+    """Return whether a script may skip a call, such as one under ``if args.seed is not None``."""
     tests = [each for each in conversion.script.ancestors(call) if isinstance(each, cst.If)]
     return any(
         each is not conversion.facts.guard and "is_available" not in conversion.script.code(each.test) for each in tests

@@ -1,4 +1,4 @@
-"""Sums that a loop over a loader makes: which can be added up over the ranks, and how."""
+"""Find the sums that a loop over a loader computes, and add them up over the ranks if possible."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PRINTS = ("builtins.print", "logging.info", "logging.debug", "logging.warning")
 
 @dataclass
 class Reading:
-    """Result of reading one loop.
+    """Results of a loop that later code reads.
 
     Attributes:
-        loop: that was read.
-        is_training: whether it trains.
-        sums: names that are added to in the loop and read after it.
-        counts: those of them that are added a constant, as a count of batches.
-        lists: names of lists of tensors, that are concatenated after it.
-        unclear: names that are read after it, and that are neither.
-        why: the loop is not clear, in words; empty where it is.
-        is_added: whether its sums have been added up over the ranks.
+        loop: the loop.
+        is_training: whether the loop trains.
+        sums: names that the loop adds to and later code reads.
+        counts: names to which the loop adds only constants, such as a count of batches.
+        lists: names of lists of tensors that are concatenated after the loop.
+        unclear: names that later code reads and that are none of these.
+        why: the reason why the loop is not clear; empty if it is clear.
+        is_added: whether its sums are already added up over the ranks.
     """
 
     loop: cst.For
@@ -42,12 +42,12 @@ class Reading:
 
     @property
     def is_clear(self) -> bool:
-        """Whether all that the loop computes can be added up."""
+        """Whether everything that the loop computes can be added up."""
         return not self.why
 
 
 def read_loop(conversion: Conversion, loop: cst.For, *, is_training: bool) -> Reading:
-    """Return what a loop over a loader leaves for the code after it."""
+    """Return the results of a loop over a loader that later code reads."""
     script, reading = conversion.script, Reading(loop, is_training)
     for name in _changed_in(conversion, loop):
         reads = _reads_after(conversion, loop, name)
@@ -91,14 +91,14 @@ def _of_this_loop(conversion: Conversion, node: cst.CSTNode, loop: cst.For) -> b
 
 
 def _acting_calls(conversion: Conversion, loop: cst.For) -> Iterator[cst.Call]:
-    """Yield the calls of a loop whose result nobody takes, so that they do something."""
+    """Yield the calls in a loop whose result is not used, so they have a side effect."""
     for each in conversion.script.find(cst.Expr, loop.body):
         if isinstance(each.value, cst.Call):
             yield each.value
 
 
 def _changed_in(conversion: Conversion, loop: cst.For) -> list[str]:
-    """Return the names of this function that a loop gives values, or appends to, in the order of the text."""
+    """Return the local names that a loop assigns or appends to, in the order of the text."""
     script, values = conversion.script, conversion.facts.values
     function = script.function_of(loop)
     found = {
@@ -123,7 +123,7 @@ def _changed_in(conversion: Conversion, loop: cst.For) -> list[str]:
 
 
 def _attributes_added(conversion: Conversion, loop: cst.For) -> Iterator[tuple[str, cst.CSTNode]]:
-    """Yield the attributes, as ``self.total``, to which a loop adds what it computes, with the place."""
+    """Yield the attributes, such as ``self.total``, that a loop adds to, with the statement."""
     for added in conversion.script.find(cst.AugAssign, loop.body):
         node: cst.BaseExpression = added.target
         while isinstance(node, cst.Subscript):
@@ -134,7 +134,7 @@ def _attributes_added(conversion: Conversion, loop: cst.For) -> Iterator[tuple[s
 
 
 def _reads_after(conversion: Conversion, loop: cst.For, name: str) -> list[cst.CSTNode]:
-    """Return where a name is read after a loop, before it gets another value in the same block."""
+    """Return the reads of a name after a loop, until it is assigned again in the same block."""
     script, function = conversion.script, conversion.script.function_of(loop)
     end = script.span(loop)[1]
     given = conversion.facts.values.bindings.get((function, name), [])
@@ -157,20 +157,20 @@ def _reads_after(conversion: Conversion, loop: cst.For, name: str) -> list[cst.C
 
 
 def _gives_before(conversion: Conversion, binding: Binding, read: cst.CSTNode, end: int) -> bool:
-    """Return whether a name gets another value between the end of a loop and a read, wherever the read is reached."""
+    """Return whether an assignment between a loop's end and a read always runs before the read."""
     script, statement = conversion.script, binding.statement
     if not end <= script.span(binding.target)[0] < script.span(read)[0] or isinstance(statement, cst.AugAssign):
         return False
     if isinstance(statement, cst.For):
         return script.inside(read, statement.body)
     block = script.parent(script.statement_of(statement))
-    while isinstance(outer := None if block is None else script.parent(block), cst.With):  # which always runs
+    while isinstance(outer := None if block is None else script.parent(block), cst.With):  # always runs
         block = script.parent(outer)
     return not script.inside(read, statement) and any(each is block for each in script.ancestors(read))
 
 
 def _is_plain_in(conversion: Conversion, statement: cst.CSTNode, loop: cst.For, name: str) -> bool:
-    """Return whether a statement gives a name a value that is not made of its old one, and always runs."""
+    """Return whether a statement always runs and assigns a value that does not use the old one."""
     script = conversion.script
     if isinstance(statement, cst.For):
         return True
@@ -206,7 +206,7 @@ def _role_of(conversion: Conversion, loop: cst.For, name: str, reads: list[cst.C
 
 
 def _counts_turns(conversion: Conversion, loop: cst.For, name: str) -> bool:
-    """Return whether a loop only adds a number that is written to a name, as to its steps, alike on all ranks."""
+    """Return whether a loop only adds constants to a name, such as a step count, alike on all ranks."""
     script, bindings = conversion.script, conversion.facts.values.bindings.get
     within = [each for each in bindings((script.function_of(loop), name), []) if script.inside(each.target, loop)]
     added = [each.statement for each in within if isinstance(each.statement, cst.AugAssign)]
@@ -222,7 +222,7 @@ def _is_joined(conversion: Conversion, node: cst.CSTNode) -> bool:
 
 
 def _start_value(conversion: Conversion, loop: cst.For, name: str) -> cst.BaseExpression | None:
-    """Return what a name is right before a loop, set in the same block or, around a ``with``, in the one around it."""
+    """Return a name's value right before a loop, if assigned in its block or around its ``with``, or None."""
     script, values = conversion.script, conversion.facts.values
     blocks = []
     for each in script.ancestors(loop):
@@ -252,12 +252,12 @@ def _is_zero(conversion: Conversion, node: cst.BaseExpression) -> bool:
 
 
 def add_up_sums(conversion: Conversion, reading: Reading, *, all_shared: bool) -> None:
-    """Let the code after a loop see what all ranks have added up, or note what it sees instead.
+    """Add up a loop's results over the ranks, or note what the code after it sees instead.
 
     Args:
-        conversion: under way.
-        reading: of the loop.
-        all_shared: whether each rank goes through its share of whatever the loop is given.
+        conversion: the current conversion.
+        reading: the results of the loop.
+        all_shared: whether all loaders of the loop are sharded.
     """
     for name, node in reading.unclear.items():
         conversion.own_reads |= set(_reads_after(conversion, reading.loop, name))
@@ -298,7 +298,7 @@ def add_up_sums(conversion: Conversion, reading: Reading, *, all_shared: bool) -
 
 
 def _is_divisor(conversion: Conversion, reading: Reading, name: str) -> bool:
-    """Return whether something is divided by a count after a loop, or may be by whom the loop's sums are handed to."""
+    """Return whether later code divides by a count, or the function returns it so that a caller may."""
     return any(
         _divides(conversion, each) or isinstance(conversion.script.small_statement_of(each), cst.Return)
         for each in _reads_after(conversion, reading.loop, name)
@@ -306,7 +306,7 @@ def _is_divisor(conversion: Conversion, reading: Reading, name: str) -> bool:
 
 
 def _divides(conversion: Conversion, node: cst.CSTNode) -> bool:
-    """Return whether something is divided by a node."""
+    """Return whether a node is a divisor."""
     above = conversion.script.parent(node)
     match above:
         case cst.Arg():  # max(count, 1)
@@ -322,7 +322,7 @@ def _divides(conversion: Conversion, node: cst.CSTNode) -> bool:
 
 
 def _lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:
-    """Yield the numbers of batches by which sums of a loop are divided after it, by callers of its function too."""
+    """Yield the numbers of batches by which a loop's sums are divided later, also by callers of its function."""
     script, values = conversion.script, conversion.facts.values
     iterated = conversion.facts.iterated(reading.loop)
     reads = {each for name in reading.sums for each in _reads_after(conversion, reading.loop, name)}
@@ -343,7 +343,7 @@ def _lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:
 
 
 def note_lengths(conversion: Conversion, readings: Iterable[Reading]) -> None:
-    """Note divisors that are numbers of batches, of loops whose sums are added up, and that are not."""
+    """Note divisors that are still a rank's own number of batches, for loops whose sums are added up."""
     for node in dict.fromkeys(each for one in readings if one.is_added for each in _other_lengths(conversion, one)):
         text = conversion.script.code(node)
         conversion.left(
@@ -353,7 +353,7 @@ def note_lengths(conversion: Conversion, readings: Iterable[Reading]) -> None:
 
 
 def _other_lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:
-    """Yield other divisors that are the number of batches, but for those of progress within the loop."""
+    """Yield the other divisors that are the number of batches, except those of progress within the loop."""
     script, iterated = conversion.script, conversion.facts.iterated(reading.loop)
     for node in script.expressions():
         made = node
@@ -368,7 +368,7 @@ def _other_lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CST
 
 
 def _handed_back(conversion: Conversion, reading: Reading, reads: set[cst.CSTNode]) -> Iterator[cst.CSTNode]:
-    """Yield the calls of a loop's function that return its sums, and the reads of what is set to them."""
+    """Yield the calls whose function returns the loop's sums, and the reads of the names assigned from them."""
     script, values = conversion.script, conversion.facts.values
     function = script.function_of(reading.loop)
     holders = {script.parent(script.parent(each) or each) for each in reads} | {script.parent(each) for each in reads}
@@ -384,7 +384,7 @@ def _handed_back(conversion: Conversion, reading: Reading, reads: set[cst.CSTNod
 
 
 def _is_length(conversion: Conversion, node: cst.CSTNode, of: cst.BaseExpression) -> bool:
-    """Return whether an expression is the number of batches of a loader, under its name in any function."""
+    """Return whether an expression is the number of batches of a loader, under any of its names."""
     if not isinstance(node, cst.Call) or not conversion.script.is_a(node, "builtins.len") or len(node.args) != 1:
         return False
     given, facts = node.args[0].value, conversion.facts

@@ -1,4 +1,4 @@
-"""Models that an optimizer trains: wrapped where they are made, or right before the optimizer is."""
+"""Wrap the models that an optimizer trains, where they are made or right before the optimizer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from distwrap.convert.values import root_of
 
 
 def models_of(conversion: Conversion) -> list[tuple[cst.Call, cst.BaseExpression]]:
-    """Return each optimizer's call with the expression for a model that it trains."""
+    """Return each optimizer's call with each model that it trains."""
     facts = conversion.facts
     return [(call, model) for call in facts.optimizer_calls() for model in facts.trained_by(call)]
 
 
 def constructions(conversion: Conversion, model: cst.BaseExpression) -> list[cst.BaseExpression | None]:
-    """Return the expressions that make a model; none among them where one is not known."""
+    """Return the expressions that make a model; None stands for an unknown one."""
     return list(dict.fromkeys(conversion.facts.values.sources(model)))
 
 
 def wrap_models(conversion: Conversion) -> bool:
-    """Wrap all models that are trained; return whether all of them were."""
+    """Wrap all models that are trained; return whether this succeeded for all."""
     whole, seen = True, set()
     for optimizer, model in models_of(conversion):
         path = path_of(model)
@@ -63,7 +63,7 @@ def _wrap_one(conversion: Conversion, optimizer: cst.Call, model: cst.BaseExpres
     is_own = bool(values.bindings.get((values.scope(model, path), path)))
     calls = values.callers(function) if function is not None else []
     may_stand = conversion.edits.has_line_of_its_own(statement) and (is_own or len(calls) <= 1)
-    may_stand = may_stand and not isinstance(statement, cst.For)  # which steps by hand, batch after batch
+    may_stand = may_stand and not isinstance(statement, cst.For)  # a loop that updates by hand runs for every batch
     if may_stand and _first_use(conversion, optimizer, path, statement):
         return True
     conversion.unsure(
@@ -74,7 +74,7 @@ def _wrap_one(conversion: Conversion, optimizer: cst.Call, model: cst.BaseExpres
 
 
 def _first_use(conversion: Conversion, optimizer: cst.Call, path: str, statement: cst.CSTNode) -> bool:
-    """Wrap right above the optimizer's statement, if the model's name has its value in this very block."""
+    """Wrap a model right above its optimizer's statement, unless its name belongs to an outer scope."""
     script = conversion.script
     if script.function_of(optimizer) is not None and _is_of_outer_function(conversion, optimizer, path):
         return False
@@ -85,7 +85,7 @@ def _first_use(conversion: Conversion, optimizer: cst.Call, path: str, statement
 
 
 def _is_of_outer_function(conversion: Conversion, node: cst.CSTNode, path: str) -> bool:
-    """Return whether a name is one of an outer function or of the file, to which a function cannot give a value."""
+    """Return whether a name belongs to an outer function or the module, so a function cannot assign it."""
     values, function = conversion.facts.values, conversion.script.function_of(node)
     if path.startswith("self."):
         return False
@@ -93,7 +93,7 @@ def _is_of_outer_function(conversion: Conversion, node: cst.CSTNode, path: str) 
 
 
 def _is_touched(conversion: Conversion, made: cst.BaseExpression, optimizer: cst.Call) -> bool:
-    """Return whether a model changes, or is handed on, between where it is made and where its optimizer is."""
+    """Return whether a model may be changed or passed on between its creation and that of its optimizer."""
     script = conversion.script
     statement = script.small_statement_of(made)
     binding = next(
@@ -118,7 +118,7 @@ def _is_touched(conversion: Conversion, made: cst.BaseExpression, optimizer: cst
 
 
 def _outermost_loop(conversion: Conversion, node: cst.CSTNode) -> cst.CSTNode:
-    """Return the outermost loop around a piece of code, in its function."""
+    """Return the outermost loop around a piece of code in its function, or the code itself."""
     found = node
     for each in conversion.script.ancestors(node):
         if isinstance(each, cst.FunctionDef):
@@ -128,7 +128,7 @@ def _outermost_loop(conversion: Conversion, node: cst.CSTNode) -> cst.CSTNode:
 
 
 def _called_between(conversion: Conversion, scope: cst.CSTNode, begin: int, end: int) -> set[cst.FunctionDef]:
-    """Return the functions that a part of a scope calls, through others too."""
+    """Return the functions that a part of a scope calls, also indirectly."""
     script, facts = conversion.script, conversion.facts
     found: set[cst.FunctionDef] = set()
     own = scope if isinstance(scope, cst.FunctionDef) else None
@@ -140,7 +140,7 @@ def _called_between(conversion: Conversion, scope: cst.CSTNode, begin: int, end:
 
 
 def _first_call_to(conversion: Conversion, function: cst.FunctionDef | None, scope: cst.CSTNode, start: int) -> int:
-    """Return where in a scope the first call is that leads to a function; the scope's end where none does."""
+    """Return the place of the first call in a scope that leads to a function, or the scope's end."""
     script, facts = conversion.script, conversion.facts
     for call in script.find(cst.Call, scope):
         if script.span(call)[0] < start or function is None:
@@ -154,7 +154,7 @@ def _first_call_to(conversion: Conversion, function: cst.FunctionDef | None, sco
 
 
 def _is_harmless(conversion: Conversion, node: cst.CSTNode, path: str) -> bool:
-    """Return whether a mention of a model only moves it or looks at it."""
+    """Return whether a use of a model only moves it or reads it."""
     script = conversion.script
     statement = script.small_statement_of(node)
     if isinstance(statement, cst.Assign) and [path_of(each.target) for each in statement.targets] == [path]:

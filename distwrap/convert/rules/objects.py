@@ -1,4 +1,4 @@
-"""Objects of other libraries, whose methods and attributes become distwrap's functions by a table of names."""
+"""Replace methods and attributes of other libraries' objects by distwrap's functions, from a table of names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Special = Callable[[Conversion, cst.Call], bool]
 
 
 def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Call], set[str]] | None:
-    """Return the calls that make an object, and the names that hold it; none where it is handed on, or not plain."""
+    """Return the calls that make an object and the names that hold it, or None if not all uses can be followed."""
     script = conversion.script
     calls, names = list(script.calls(*made)), set()
     for call in calls:
@@ -36,7 +36,7 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
         conversion.unsure(node, "object", "it is handed on, so not all of its uses can be seen", "one function for all")
         return None
     attributes = {name.rpartition(".")[2] for name in names if "." in name}
-    for attribute in script.find(cst.Attribute):  # as trainer.accelerator, which may be self.accelerator
+    for attribute in script.find(cst.Attribute):  # trainer.accelerator may be self.accelerator
         if attribute.attr.value in attributes and path_of(attribute) not in names:
             conversion.unsure(attribute, "object", "it may be the object under another name", "one name for all uses")
             return None
@@ -56,15 +56,15 @@ def convert_uses(
     """Convert each use of an object, or of a module.
 
     Args:
-        conversion: under way.
-        names: that hold it.
-        calls: the helper for each method, or what converts its call.
-        values: the text for each attribute, a helper's call in braces.
-        removed: methods whose calls go.
-        words: attributes that only say something to a call, and go with it.
+        conversion: the current conversion.
+        names: names that hold the object.
+        calls: for each method, the helper, or the function that converts its call.
+        values: for each attribute, the text that replaces it.
+        removed: methods whose calls are removed.
+        words: attributes to skip, since they are converted together with other code.
 
     Returns:
-        Whether all uses have an equal; otherwise the list names those that have none.
+        Whether all uses could be converted; if not, the notes list the others.
     """
     script, whole = conversion.script, True
     for node in list(script.find(cst.Attribute)):
@@ -102,7 +102,7 @@ def convert_uses(
 
 
 def prepare(conversion: Conversion, call: cst.Call) -> bool:
-    """Wrap and shard what a call prepares, each by its kind, and leave optimizers and schedulers as they are."""
+    """Wrap the models and shard the loaders that a call prepares; leave optimizers and schedulers unchanged."""
     script = conversion.script
     texts: list[str] = []
     prepared: list[tuple[Kind, str | None]] = []
@@ -141,7 +141,7 @@ def _remember_targets(conversion: Conversion, statement: cst.Assign, kinds: list
 
 
 def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) -> None:
-    """Write values in the place of a call; of an assignment those to their own names go, and others get lines."""
+    """Replace a call by values; in an assignment, drop ``x = x`` and write one line for each other value."""
     script, edits = conversion.script, conversion.edits
     statement = script.assignment_of(call)
     target = None if statement is None else statement.targets[0].target
@@ -163,7 +163,7 @@ def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) ->
 
 
 def kind_of(conversion: Conversion, node: cst.BaseExpression) -> Kind | None:
-    """Return whether something is a model, a loader, an optimizer or a scheduler; none where it is not known."""
+    """Return whether an expression is a model, a loader, an optimizer or a scheduler, or None if unknown."""
     facts = conversion.facts
     if facts.is_scheduler(node):
         return "scheduler"
@@ -186,7 +186,7 @@ def _prepares(node: cst.BaseExpression) -> bool:
 
 
 def reduction(keyword: str, default: str) -> Special:
-    """Return what converts a reduction, whose kind a keyword says."""
+    """Return a function that converts a reduction whose operation is a keyword argument."""
 
     def convert(conversion: Conversion, call: cst.Call) -> bool:
         kind = argument(call, keyword, 1)
@@ -203,7 +203,7 @@ def reduction(keyword: str, default: str) -> Special:
 
 
 def first_alone(helper: str) -> Special:
-    """Return what converts a call that has one argument alone."""
+    """Return a function that converts calls with exactly one positional argument."""
 
     def convert(conversion: Conversion, call: cst.Call) -> bool:
         if len(call.args) == 1 and call.args[0].keyword is None:
@@ -215,20 +215,20 @@ def first_alone(helper: str) -> Special:
 
 
 def print_once(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert a print of one rank alone."""
+    """Convert a print on one rank only."""
     conversion.rename_call(call, "print")
     return True
 
 
 def may_clip(conversion: Conversion) -> bool:
-    """Return whether torch's own functions can clip gradients: torch has its name, and gradients are not scaled."""
+    """Return whether torch's functions can clip: torch is imported, and gradients are not scaled."""
     precision = conversion.decorator_options.get("precision", "")
     is_scaled = any(f'"{name}"' in precision for name in ("fp16", "16-mixed", "16"))
     return not is_scaled and "torch" in conversion.script.bound_names
 
 
 def clip_with(function: str) -> Special:
-    """Return what converts a clip of gradients to torch's function of a name."""
+    """Return a function that converts gradient clipping to the given torch function."""
 
     def convert(conversion: Conversion, call: cst.Call) -> bool:
         if not may_clip(conversion):

@@ -1,4 +1,4 @@
-"""What a script shows: printed, logged and drawn by rank 0 alone."""
+"""Make only rank 0 print, log and show progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distwrap.convert.script import argument, constant, keywords_of, path_of
 
 
 def show_once(conversion: Conversion) -> None:
-    """Let rank 0 alone print, log and show progress."""
+    """Make only rank 0 print, log and show progress."""
     _prints(conversion)
     _bars(conversion)
     _files(conversion)
@@ -69,7 +69,7 @@ def _bars(conversion: Conversion) -> None:
 
 
 def _files(conversion: Conversion) -> None:
-    """Let rank 0 alone write files of other kinds than checkpoints, where it is a line; else note that all do."""
+    """Make only rank 0 write files other than checkpoints if the call is a statement; otherwise note it."""
     script = conversion.script
     for call in list(script.find(cst.Call)):
         method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
@@ -85,7 +85,7 @@ def _files(conversion: Conversion) -> None:
 
 
 def _under_rank_zero(conversion: Conversion, call: cst.Call, does: str = "logs it") -> None:
-    """Put a call behind ``if is_rank_zero():``, where its arguments call nothing that the other ranks need to call."""
+    """Put a call under ``if is_rank_zero():``, unless its arguments call functions that all ranks must run."""
     script = conversion.script
     statement = script.small_statement_of(call)
     if not conversion.may_change(call) or not conversion.on_ranks(call):

@@ -1,4 +1,4 @@
-"""Mixed precision: torch's autocast and scaler become an option of the decorator, and two helpers."""
+"""Convert mixed precision: torch's autocast and scaler become the decorator's `precision` and two helpers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distwrap.convert.script import argument, argument_node, constant, path_of
 
 
 def use_precision(conversion: Conversion) -> None:
-    """Convert mixed precision, where all of it is clear; torch's own way works under distwrap too, and else stays."""
+    """Convert mixed precision if all of it is clear; otherwise keep torch's own, which works under distwrap too."""
     script = conversion.script
     contexts, scalers = list(script.calls(*AUTOCAST)), list(script.calls(*SCALER))
     if not contexts or not all(conversion.may_change(each) for each in [*contexts, *scalers]):
@@ -40,7 +40,7 @@ def use_precision(conversion: Conversion) -> None:
 
 
 def _outside(conversion: Conversion, contexts: list[cst.Call]) -> cst.Call | None:
-    """Return a call of a wrapped model outside of autocast, which `precision=` would change; or none."""
+    """Return a call of a wrapped model outside of autocast, which `precision=` would change, or None."""
     script, values = conversion.script, conversion.facts.values
     for call in script.find(cst.Call):
         path, node, blocks = path_of(call.func), call, [call]
@@ -50,7 +50,7 @@ def _outside(conversion: Conversion, contexts: list[cst.Call]) -> cst.Call | Non
             continue
         function = script.function_of(node)
         if function is not None:
-            blocks += values.callers(function)  # as of a step that is called within autocast
+            blocks += values.callers(function)  # the function may be called within autocast
         held = [
             any(
                 script.inside(context, item.item)
@@ -76,7 +76,7 @@ def _precision_of(conversion: Conversion, call: cst.Call) -> str | None:
 
 
 def _condition(conversion: Conversion, call: cst.Call) -> str | None:
-    """Return on what it depends whether a context or scaler acts: nothing, as "", or whether there is a GPU."""
+    """Return the condition that enables a context or scaler: "" for always, or a test for a GPU; None if unclear."""
     enabled = argument(call, "enabled")
     if enabled is None or constant(enabled) is True:
         return ""
@@ -88,7 +88,7 @@ def _condition(conversion: Conversion, call: cst.Call) -> str | None:
 
 
 def _uses(conversion: Conversion, scalers: list[cst.Call]) -> list[cst.Call] | None:
-    """Return the calls of a scaler's methods; none where it is used in a way that is not clear."""
+    """Return the calls of a scaler's methods, or None if a use is not clear."""
     script = conversion.script
     found: list[cst.Call] = []
     for scaler in scalers:
@@ -114,7 +114,7 @@ def _uses(conversion: Conversion, scalers: list[cst.Call]) -> list[cst.Call] | N
 
 
 def _backward_of(conversion: Conversion, scale: cst.Call) -> cst.Call | None:
-    """Return the call of ``scaler.scale(loss).backward()``."""
+    """Return the whole call ``scaler.scale(loss).backward()``, or None."""
     attribute = conversion.script.parent(scale)
     call = conversion.script.parent(attribute) if isinstance(attribute, cst.Attribute) else None
     fits = isinstance(call, cst.Call) and isinstance(attribute, cst.Attribute) and attribute.attr.value == "backward"
@@ -154,7 +154,7 @@ def _use_helpers(conversion: Conversion, uses: list[cst.Call]) -> None:
 
 
 def _clip_of(conversion: Conversion, unscale: cst.Call, step: cst.Call) -> cst.Call | None:
-    """Return the clip between an ``unscale_`` and a step of the same optimizer in one block."""
+    """Return the clip between an ``unscale_`` and a step of the same optimizer in one block, or None."""
     script = conversion.script
     assert isinstance(unscale.func, cst.Attribute)
     if unscale.func.attr.value != "unscale_" or not step.args or not unscale.args:
@@ -165,7 +165,7 @@ def _clip_of(conversion: Conversion, unscale: cst.Call, step: cst.Call) -> cst.C
 
 
 def _clip_after(conversion: Conversion, unscale: cst.Call) -> cst.Call | None:
-    """Return a clip of all gradients in the statement right after an ``unscale_``."""
+    """Return the clip of all gradients in the statement right after an ``unscale_``, or None."""
     script = conversion.script
     statement = script.statement_of(unscale)
     block = script.siblings(statement)

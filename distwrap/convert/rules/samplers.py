@@ -1,4 +1,4 @@
-"""torch's DistributedSampler, which `shard_loader` makes needless, and its forgotten set_epoch impossible."""
+"""Replace torch's DistributedSampler by `shard_loader`, which sets epochs by itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distwrap.convert.script import argument, argument_node, constant, keywords_
 
 
 def shard_instead_of_sampling(conversion: Conversion) -> None:
-    """Shard the loaders that have a DistributedSampler; their samplers go where nothing else needs them."""
+    """Shard the loaders that have a DistributedSampler, and remove samplers that are not used otherwise."""
     script, facts = conversion.script, conversion.facts
     others = dict.fromkeys(script.calls(*SAMPLER))
     for loader in list(script.calls(*LOADER)):
@@ -38,7 +38,7 @@ def shard_instead_of_sampling(conversion: Conversion) -> None:
 
 
 def _is_needless(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bool:
-    """Return whether a sampler can go: it only shuffles, and is used for nothing but ``set_epoch`` from 0."""
+    """Return whether a sampler can be removed: it only shuffles, and all its uses can be converted."""
     script = conversion.script
     keywords = keywords_of(sampler.args)
     if not keywords <= {"shuffle", "num_replicas", "rank", "seed", "drop_last", "dataset"}:
@@ -48,7 +48,7 @@ def _is_needless(conversion: Conversion, sampler: cst.Call, loader: cst.Call) ->
     ) not in (..., True, False):
         return False
     binding = script.assignment_of(sampler)
-    if binding is None:  # made within the loader's call
+    if binding is None:  # made inside the loader's call
         return conversion.script.inside(sampler, loader) and all(
             _can_set(conversion, call, loader) for call in _set_epochs(conversion, None, loader)
         )
@@ -71,13 +71,13 @@ def _is_needless(conversion: Conversion, sampler: cst.Call, loader: cst.Call) ->
 
 
 def _can_set(conversion: Conversion, call: cst.Call, loader: cst.Call) -> bool:
-    """Return whether a ``set_epoch`` is needless, or the loader can be told the epoch instead."""
+    """Return whether a ``set_epoch`` is not needed, or can be called on the loader instead."""
     is_needless = _counts_from_zero(conversion, call) and not _is_peeked(conversion, loader)
     return is_needless or _told(conversion, call, loader) is not None
 
 
 def _told(conversion: Conversion, call: cst.Call, loader: cst.Call) -> str | None:
-    """Return the loader's name where ``set_epoch`` is called, as text."""
+    """Return the loader's name at a call of ``set_epoch``, or None."""
     of = call.func.value if isinstance(call.func, cst.Attribute) else None
     if isinstance(of, cst.Attribute) and of.attr.value in ("sampler", "batch_sampler"):
         return conversion.script.code(of.value)
@@ -85,7 +85,7 @@ def _told(conversion: Conversion, call: cst.Call, loader: cst.Call) -> str | Non
 
 
 def _name_at(conversion: Conversion, loader: cst.Call, node: cst.CSTNode) -> str | None:
-    """Return the name that a loader has where it is made, if it is the same where another piece of code is."""
+    """Return a loader's name if it is the same at another piece of code, or None."""
     script, statement = conversion.script, conversion.script.assignment_of(loader)
     if statement is None:
         return None
@@ -100,7 +100,7 @@ def _name_at(conversion: Conversion, loader: cst.Call, node: cst.CSTNode) -> str
 
 
 def _is_peeked(conversion: Conversion, loader: cst.Call) -> bool:
-    """Return whether a loader is begun outside of a loop, as by ``next(iter(loader))``: its epoch would advance."""
+    """Return whether a loader is iterated outside of a loop, as by ``next(iter(loader))``, which advances its epoch."""
     script = conversion.script
     for call in script.calls("builtins.iter"):
         if call.args and loader in conversion.facts.loader_of(call.args[0].value):
@@ -122,13 +122,13 @@ def _set_epochs(conversion: Conversion, path: str | None, loader: cst.Call) -> l
 
 
 def _counts_from_zero(conversion: Conversion, call: cst.Call) -> bool:
-    """Return whether the epoch that is set is the number of a loop from 0, as a sharded loader counts by itself."""
+    """Return whether the epoch that is set is a loop index from 0, as a sharded loader counts by itself."""
     given = call.args[0].value if len(call.args) == 1 else None
     return given is not None and _is_number_of_turn(conversion, given)
 
 
 def _is_number_of_turn(conversion: Conversion, given: cst.BaseExpression) -> bool:
-    """Return whether an expression is the number of a loop from 0, perhaps handed on."""
+    """Return whether an expression is a loop index from 0, directly or passed as an argument."""
     script, values = conversion.script, conversion.facts.values
     path, function = path_of(given), script.function_of(given)
     position = values.parameter(function, path or "")

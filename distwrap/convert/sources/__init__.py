@@ -1,4 +1,4 @@
-"""Kinds of scripts that are converted: a new one is a file here, a row of the table, and names in `names.py`."""
+"""Kinds of scripts that can be converted: a new kind needs a file here, a row in the table, and names in `names.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from distwrap.convert.sources.spawn import convert_spawn, is_spawn
 
 
 class Source(NamedTuple):
-    """Kind of script that is converted.
+    """A kind of script that can be converted.
 
     Attributes:
         applies: whether a script is of this kind.
-        convert: edits it, and returns whether it was done; the list says why where it was not.
-        needs_loop: whether there is nothing to do without a training loop; ranks may train by functions of other files.
+        convert: edits the script, and returns whether this succeeded; if not, the notes say why.
+        needs_loop: whether the script must have a training loop; one that starts ranks may train in another file.
     """
 
     applies: Callable[[Conversion], bool]
@@ -37,4 +37,4 @@ SOURCES = (
     Source(is_ddp, convert_ddp, needs_loop=False),
     Source(is_data_parallel, convert_data_parallel),
     Source(lambda conversion: True, convert_plain),
-)  # the first that applies converts
+)  # the first that applies is used

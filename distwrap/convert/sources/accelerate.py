@@ -1,4 +1,4 @@
-"""A loop with Accelerate's object, by a table of names.
+"""Convert scripts with Accelerate's object, from a table of names.
 
 Source: https://huggingface.co/docs/accelerate/package_reference/accelerator
 """
@@ -67,7 +67,7 @@ VALUES = {
 }
 REMOVED = ("free_memory", "end_training", "init_trackers")
 _TAKEN = ("mixed_precision", "log_with", "project_dir", "cpu", "gradient_accumulation_steps")
-# What to write by hand, for the options that are asked for most.
+# What to write by hand for the most common options.
 _BY_HAND = {
     "dataloader_config": 'shard_loader(loader, batch_size="global") for split_batches=True, else its mode= and split=',
     "split_batches": 'shard_loader(loader, batch_size="global")',
@@ -79,12 +79,12 @@ _PRECISIONS = {None: None, "no": None, "fp16": "fp16", "bf16": "bf16"}
 
 
 def is_accelerate(conversion: Conversion) -> bool:
-    """Return whether a script makes an Accelerator."""
+    """Return whether a script creates an Accelerator."""
     return any(conversion.script.calls(*ACCELERATOR))
 
 
 def convert_accelerate(conversion: Conversion) -> bool:
-    """Convert a script with Accelerate; return whether it was done."""
+    """Convert a script with Accelerate; return whether this succeeded."""
     found = names_of(conversion, ACCELERATOR)
     if found is None:
         return False
@@ -124,14 +124,14 @@ def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], acc
 
 
 def _clip_unscaled(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Call, name: str) -> bool:
-    """Convert a clip of gradients that may be scaled, where it is clear of which optimizer they are."""
+    """Convert a clip of gradients that may be scaled, if it is clear to which optimizer they belong."""
     script = conversion.script
     statement, function = script.small_statement_of(call), script.function_of(call)
     paths = {each.path for each in conversion.prepared if each.kind == "optimizer" and each.function is function}
     is_plain = isinstance(statement, cst.Expr) and statement.value is call and "torch" in script.bound_names
     is_partial = bool(accumulation.windows) and not is_asked(
         conversion, call
-    )  # scaled gradients would be added to others
+    )  # later scaled gradients would be added to unscaled ones
     if len(paths) != 1 or not is_plain or is_partial:
         return False
     unscaled = conversion.call("unscale", paths.pop())
@@ -140,7 +140,7 @@ def _clip_unscaled(conversion: Conversion, accumulation: AccumulationPlan, call:
 
 
 def _options(conversion: Conversion, call: cst.Call, needed: list[cst.CSTNode]) -> AccumulationPlan | None:
-    """Take over the options of the object that a decorator has too; others, where they matter, are refused."""
+    """Move options of the object to the decorator; return None if an option cannot be converted."""
     precision = argument(call, "mixed_precision")
     name = constant(precision) if precision is not None else None
     if name in _PRECISIONS:
@@ -166,7 +166,7 @@ def _options(conversion: Conversion, call: cst.Call, needed: list[cst.CSTNode]) 
 def _precision_of_call(
     conversion: Conversion, call: cst.Call, precision: cst.BaseExpression, needed: list[cst.CSTNode]
 ) -> bool:
-    """Let the caller of the function that trains choose the precision, where it is one of the arguments."""
+    """Let the caller of the training function set the precision, if it is an argument of the function."""
     script, values = conversion.script, conversion.facts.values
     function = script.function_of(call)
     path = path_of(precision)

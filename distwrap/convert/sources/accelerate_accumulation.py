@@ -1,4 +1,4 @@
-"""Accelerate's accumulation: an optimizer and a scheduler that only act when gradients are complete, written out.
+"""Convert Accelerate's accumulation: write out that optimizer and scheduler act only when gradients are complete.
 
 Source: https://huggingface.co/docs/accelerate/concept_guides/gradient_synchronization
 """
@@ -19,15 +19,15 @@ SYNC = "sync_gradients"
 
 @dataclass
 class AccumulationPlan:
-    """Accumulation of a script with Accelerate.
+    """Plan to convert a script's gradient accumulation with Accelerate.
 
     Attributes:
-        every: after how many batches an optimizer steps, as text; empty for each batch.
-        function: in which that text has its meaning, or none for the file.
+        every: the number of batches between steps, as text; empty for one.
+        function: the function in which this text is valid, or None for the module level.
         may_scale: whether the precision may be fp16, whose gradients are scaled.
         windows: each loop with the name of its window.
-        blocks: each ``with accelerator.accumulate(model)``.
-        kept_indent: starts of lines that stay as deep, though the block around them goes.
+        blocks: the ``with accelerator.accumulate(model)`` statements.
+        kept_indent: starts of lines that keep their indentation when the block around them is removed.
     """
 
     every: str
@@ -39,7 +39,7 @@ class AccumulationPlan:
 
 
 def write_out(conversion: Conversion, accumulation: AccumulationPlan, names: set[str]) -> bool:
-    """Convert windows and steps, before the other uses of the object; return whether all of it was clear."""
+    """Convert windows and steps, before other uses of the object; return whether all of it was clear."""
     script = conversion.script
     found = [call for call, attribute in script.method_calls("accumulate") if path_of(attribute.value) in names]
     if not all(_window(conversion, accumulation, call) for call in found):
@@ -76,7 +76,7 @@ def _window_of(conversion: Conversion, accumulation: AccumulationPlan, node: cst
 
 
 def _window(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Call) -> bool:
-    """Let the loop around a ``with accelerator.accumulate(model)`` go through windows."""
+    """Make the loop around a ``with accelerator.accumulate(model)`` iterate over windows."""
     script = conversion.script
     block = script.small_statement_of(call)
     loop = next(
@@ -116,7 +116,7 @@ def _window(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Ca
 
 
 def _is_seen(conversion: Conversion, accumulation: AccumulationPlan, node: cst.CSTNode) -> bool:
-    """Return whether the number of batches has its meaning at a node too."""
+    """Return whether the number of batches is also valid at a node."""
     function = accumulation.function
     if accumulation.every.isdigit() or function is None or conversion.script.function_of(node) is function:
         return True
@@ -139,9 +139,9 @@ def backward(conversion: Conversion, accumulation: AccumulationPlan, call: cst.C
 
 
 def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> bool:
-    """Let steps act at a window's end alone, schedules as often as Accelerate's, and unscale where needed.
+    """Make steps act only at a window's end, repeat scheduler steps as Accelerate does, and unscale if needed.
 
-    Return whether no other statement shares a line that acts at a window's end alone.
+    Return whether no other statement shares a line with such a step.
     """
     script = conversion.script
     groups: dict[cst.CSTNode, list[cst.CSTNode]] = {}
@@ -161,7 +161,7 @@ def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> bool:
                 often = f"for _ in range({conversion.call('world_size')})"
                 if conversion.edits.has_line_of_its_own(statement):
                     conversion.edits.insert(script.span(statement)[0], f"{often}: ")
-                else:  # what follows on the line is not for the loop, and nothing but a plain statement may stand there
+                else:  # a ``for`` statement cannot share its line
                     conversion.edits.wrap(call, "[", f" {often}]")
                 conversion.done(
                     call, "scheduler", "Accelerate steps a prepared schedule once for each rank; so does this line. "
@@ -185,7 +185,7 @@ def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> bool:
 
 
 def _kind_of_stepped(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> Kind | None:
-    """Return whether what steps is a prepared optimizer or scheduler, also by another name or in another function."""
+    """Return whether a prepared optimizer or scheduler steps, under any of its names, or None."""
     path, scope = path_of(attribute.value) or "", conversion.facts.values.scope
     function = conversion.script.function_of(call)
     for one in conversion.prepared:
@@ -207,7 +207,7 @@ def _kind_of_stepped(conversion: Conversion, call: cst.Call, attribute: cst.Attr
 
 
 def is_asked(conversion: Conversion, call: cst.Call) -> bool:
-    """Return whether a step is under ``if accelerator.sync_gradients`` already."""
+    """Return whether a step is already under ``if accelerator.sync_gradients``."""
     return any(
         isinstance(each, cst.If) and SYNC in conversion.script.code(each.test)
         for each in conversion.script.ancestors(call)
@@ -215,7 +215,7 @@ def is_asked(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _runs(conversion: Conversion, lines: list[cst.CSTNode]) -> list[list[cst.CSTNode]]:
-    """Return statements of one block in runs without another statement between."""
+    """Return consecutive statements of one block as groups."""
     siblings = list(conversion.script.siblings(lines[0]))
     runs: list[list[cst.CSTNode]] = []
     last = -2
@@ -229,7 +229,7 @@ def _runs(conversion: Conversion, lines: list[cst.CSTNode]) -> list[list[cst.CST
 
 
 def _under_window(conversion: Conversion, accumulation: AccumulationPlan, run: list[cst.CSTNode]) -> None:
-    """Put statements under ``if window.last:``; within a block that goes they are indented enough already."""
+    """Put statements under ``if window.last:``; inside a removed block they keep their indentation."""
     script, edits = conversion.script, conversion.edits
     inside = any(each in accumulation.blocks for each in script.ancestors(run[0]))
     indent, window = edits.indent_of(run[0]), _window_of(conversion, accumulation, run[0])
@@ -246,7 +246,7 @@ def _under_window(conversion: Conversion, accumulation: AccumulationPlan, run: l
 
 
 def _dedent(conversion: Conversion, accumulation: AccumulationPlan, block: cst.With) -> None:
-    """Remove the line that heads a block, and the indentation of the block."""
+    """Remove a block's header and indentation."""
     script, edits = conversion.script, conversion.edits
     start, end = script.span(block)
     place = edits.line_end(script.span(block.items[-1])[1])
@@ -263,7 +263,7 @@ def _dedent(conversion: Conversion, accumulation: AccumulationPlan, block: cst.W
 
 
 def steps_of(conversion: Conversion, node: cst.BaseExpression | None) -> str | None:
-    """Return after how many batches an optimizer steps, as text, empty for each one; none where it is not plain."""
+    """Return the number of batches between steps, as text, empty for one; None if it is not clear."""
     if node is None or constant(node) == 1:
         return ""
     if type(constant(node)) is int or path_of(node) is not None:

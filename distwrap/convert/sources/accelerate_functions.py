@@ -1,4 +1,4 @@
-"""Accelerate's functions beside its object, and those of its methods that need more than another name."""
+"""Convert Accelerate's functions, and those of its object's methods that need more than a new name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distwrap.convert.script import argument, argument_node, constant, keyword_o
 
 
 def convert_functions(conversion: Conversion) -> None:
-    """Convert the seed and the logger, whose messages are rank 0's alone unless they say otherwise."""
+    """Convert the seed and the logger, which logs only on rank 0 by default."""
     script = conversion.script
     for call in list(script.calls(*ACCELERATE_SEEDS)):
         apart = argument_node(call, "device_specific", 1)
@@ -52,7 +52,7 @@ def _log(conversion: Conversion, call: cst.Call) -> None:
 
 
 def state_dict_of(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``accelerator.get_state_dict(model)``, whose keys are plain here anyway."""
+    """Convert ``accelerator.get_state_dict(model)``; a wrapped model's own keys have no prefix."""
     path = path_of(call.args[0].value) if len(call.args) == 1 else None
     if path is None:
         return False
@@ -69,7 +69,7 @@ def local_first(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def save_state(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``accelerator.save_state(folder)``: what was prepared goes into one file of the folder."""
+    """Convert ``accelerator.save_state(folder)`` to save prepared objects in one file in the folder."""
     state, path = _state(conversion, call), _path(conversion, call)
     statement, edits = conversion.script.small_statement_of(call), conversion.edits
     is_plain = isinstance(statement, cst.Expr) and statement.value is call and edits.has_line_of_its_own(statement)
@@ -81,7 +81,7 @@ def save_state(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def load_state(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``accelerator.load_state(folder)``, of what `save_state` has written here."""
+    """Convert ``accelerator.load_state(folder)`` to load the file that `save_state` writes."""
     state, path = _state(conversion, call), _path(conversion, call)
     if state is None or path is None:
         return False
@@ -106,7 +106,7 @@ def _path(conversion: Conversion, call: cst.Call) -> str | None:
 
 
 def _state(conversion: Conversion, call: cst.Call) -> str | None:
-    """Return the dict of what was prepared in the function of a call, but for the loaders, as text."""
+    """Return a dict of the objects prepared in a call's function, without loaders, as text, or None."""
     function = conversion.script.function_of(call)
     names = dict.fromkeys(
         each.path for each in conversion.prepared if each.function is function and each.kind != "loader"

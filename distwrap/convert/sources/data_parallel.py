@@ -1,4 +1,4 @@
-"""A loop with ``nn.DataParallel``, whose batch is that of all devices together."""
+"""Convert scripts with ``nn.DataParallel``, whose batch is that of all devices together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from distwrap.convert.sources.plain import convert_plain
 
 
 def is_data_parallel(conversion: Conversion) -> bool:
-    """Return whether a script trains by DataParallel."""
+    """Return whether a script trains with DataParallel."""
     return any(conversion.script.calls(*DATA_PARALLEL))
 
 
 def convert_data_parallel(conversion: Conversion) -> bool:
-    """Convert a loop with DataParallel; return whether it was done."""
+    """Convert a loop with DataParallel; return whether this succeeded."""
     script = conversion.script
     conversion.global_batch = True
     for call in list(script.calls(*DATA_PARALLEL)):
@@ -42,7 +42,7 @@ def convert_data_parallel(conversion: Conversion) -> bool:
 
 
 def _branch(conversion: Conversion, call: cst.Call) -> cst.If | None:
-    """Return the ``if`` around a wrapper that asks for the number of devices, and does nothing else but print."""
+    """Return the ``if`` around a wrapper that tests the number of devices and otherwise only prints, or None."""
     script = conversion.script
     branch = next((each for each in script.ancestors(call) if isinstance(each, (cst.If, cst.FunctionDef))), None)
     if not isinstance(branch, cst.If) or branch.orelse is not None or isinstance(script.parent(branch), cst.If):

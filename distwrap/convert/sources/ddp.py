@@ -1,4 +1,4 @@
-"""A loop with torch's DistributedDataParallel by hand, as torchrun starts it."""
+"""Convert scripts that use torch's DistributedDataParallel directly and that torchrun starts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _SET = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_
 
 
 def is_ddp(conversion: Conversion) -> bool:
-    """Return whether a script joins a process group, or wraps models for one, by itself."""
+    """Return whether a script itself joins a process group or wraps models for one."""
     return any(conversion.script.calls(*WRAPPER, *INIT))
 
 
 def convert_ddp(conversion: Conversion) -> bool:
-    """Convert a script that torchrun starts; return whether it was done."""
+    """Convert a script that torchrun starts; return whether this succeeded."""
     script = conversion.script
     needed: list[cst.CSTNode] = [*script.calls(*WRAPPER, *INIT, *_RANKS), *conversion.facts.optimizer_calls()]
     needed += [each.loop for each in conversion.facts.training_loops]
@@ -56,7 +56,7 @@ def convert_ddp(conversion: Conversion) -> bool:
 
 
 def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
-    """Return whether a model is wrapped under a condition, and not wrapped where it does not hold."""
+    """Return whether a model is wrapped only under a condition."""
     script = conversion.script
     for each in script.ancestors(call):
         if isinstance(each, (cst.FunctionDef, cst.ClassDef)):
@@ -71,7 +71,7 @@ def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _is_of_helper(conversion: Conversion, node: cst.CSTNode) -> bool:
-    """Return whether a piece of code is in a function that only sets the group up, or asks for the rank."""
+    """Return whether a piece of code is in a function that neither wraps a model nor trains."""
     function = conversion.script.function_of(node)
     return function is not None and not any(
         conversion.script.inside(each, function)
@@ -80,7 +80,7 @@ def _is_of_helper(conversion: Conversion, node: cst.CSTNode) -> bool:
 
 
 def convert_body(conversion: Conversion) -> bool:
-    """Convert everything but the way in which the script starts."""
+    """Convert everything except how the script starts."""
     _wrap(conversion)
     use_the_model_itself(conversion, WRAPPER)
     shard_instead_of_sampling(conversion)
@@ -97,7 +97,7 @@ def convert_body(conversion: Conversion) -> bool:
 
 
 def _no_sync(conversion: Conversion) -> None:
-    """Convert ``model.no_sync()``, which a bare model in one process does not have."""
+    """Convert ``model.no_sync()``, which an unwrapped model in one process does not have."""
     script = conversion.script
     for call, attribute in list(script.method_calls("no_sync")):
         path, sources = path_of(attribute.value), list(conversion.facts.values.sources(attribute.value))
@@ -129,7 +129,7 @@ def _wrap(conversion: Conversion) -> None:
 
 
 def keep_options(conversion: Conversion, call: cst.Call, dropped: tuple[str, ...]) -> None:
-    """Write a wrapper's arguments anew without those that say which devices and group; the others stay."""
+    """Remove a wrapper's arguments for devices and process group; keep the others."""
     script = conversion.script
     kept = [call.args[0], *(arg for arg in call.args[1:] if keyword_of(arg) not in ("", *dropped))]
     if len(kept) < len(call.args):
@@ -141,7 +141,7 @@ def keep_options(conversion: Conversion, call: cst.Call, dropped: tuple[str, ...
 
 
 def use_the_model_itself(conversion: Conversion, wrappers: tuple[str, ...]) -> None:
-    """Write ``model`` for ``model.module``, since a wrapped model has its own names; alone, ``unwrap_model(model)``."""
+    """Replace ``model.module.x`` by ``model.x``, and ``model.module`` alone by ``unwrap_model(model)``."""
     script = conversion.script
     for node in list(script.find(cst.Attribute)):
         if node.attr.value != "module" or not conversion.may_change(node) or path_of(node) is None:
@@ -165,7 +165,7 @@ def use_the_model_itself(conversion: Conversion, wrappers: tuple[str, ...]) -> N
 
 
 def _load_with_prefix(conversion: Conversion, wrappers: tuple[str, ...]) -> None:
-    """Let a wrapped model load what was saved before the conversion, whose keys begin with ``module.``."""
+    """Let a wrapped model load checkpoints from before the conversion, whose keys begin with ``module.``."""
     script, values = conversion.script, conversion.facts.values
     for call, attribute in list(script.method_calls("load_state_dict")):
         path, start = path_of(attribute.value), script.span(call)[0]
@@ -208,7 +208,7 @@ def _query(conversion: Conversion, node: cst.CSTNode, helper: str) -> None:
 
 
 def _variable(conversion: Conversion, node: cst.CSTNode) -> str | None:
-    """Return which variable of the environment an expression reads."""
+    """Return the name of the environment variable that an expression reads, or None."""
     script = conversion.script
     match node:
         case cst.Subscript(value=held, slice=[cst.SubscriptElement(slice=cst.Index(value=key))]) if script.is_a(
@@ -228,7 +228,7 @@ def _is_of_dropped(conversion: Conversion, node: cst.CSTNode) -> bool:
 
 
 def _drop_group(conversion: Conversion) -> None:
-    """Remove what joins and leaves the group and chooses the device, and functions of which nothing is left."""
+    """Remove calls that join or leave the group or choose the device, and functions that become empty."""
     script, edits = conversion.script, conversion.edits
     gone: list[cst.CSTNode] = []
     for call in list(script.calls(*INIT, *_ENDS)):
@@ -253,7 +253,7 @@ def _drop_group(conversion: Conversion) -> None:
 
 
 def _tell_ranks(conversion: Conversion, call: cst.Call, statement: cst.Expr, gone: list[cst.CSTNode]) -> bool:
-    """Write the true rank and number of ranks to the attributes that a group was made with, where others read them."""
+    """Assign the true rank and number of ranks to attributes that the group was made with, if read elsewhere."""
     script, lines = conversion.script, []
     if not script.is_a(call, *INIT):
         return False
@@ -284,7 +284,7 @@ def _tell_ranks(conversion: Conversion, call: cst.Call, statement: cst.Expr, gon
 
 
 def _is_empty(conversion: Conversion, function: Function, gone: list[cst.CSTNode]) -> bool:
-    """Return whether nothing but a docstring is left of a function that has lost something."""
+    """Return whether a function that lost statements contains nothing but a docstring any more."""
     script = conversion.script
     lost = [each for each in gone if script.function_of(each) is function]
     rest = [
@@ -300,7 +300,7 @@ def _is_empty(conversion: Conversion, function: Function, gone: list[cst.CSTNode
 
 
 def _is_if_of(branch: cst.If, gone: list[cst.CSTNode]) -> bool:
-    """Return whether all that a branch does is gone."""
+    """Return whether all statements of a branch are removed."""
     small = [
         each
         for line in branch.body.body

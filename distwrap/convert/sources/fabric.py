@@ -1,4 +1,4 @@
-"""A loop with Lightning Fabric's object, by a table of names.
+"""Convert scripts with Lightning Fabric's object, from a table of names.
 
 Source: https://lightning.ai/docs/fabric/stable/api/fabric_methods.html
 """
@@ -31,7 +31,7 @@ def _setup_optimizers(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _save(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``fabric.save(path, state)``, whose arguments come the other way round."""
+    """Convert ``fabric.save(path, state)``, whose arguments have the other order."""
     path, state = argument(call, "path", 0), argument(call, "state", 1)
     if path is None or state is None or len(call.args) != 2:
         return False
@@ -41,7 +41,7 @@ def _save(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _load(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``fabric.load(path, state)``, which fills the state, and ``fabric.load(path)``."""
+    """Convert ``fabric.load(path, state)``, which updates the state, and ``fabric.load(path)``."""
     path, state, strict = argument(call, "path", 0), argument(call, "state", 1), argument(call, "strict", 2)
     if path is None or len(call.args) != 1 + (state is not None) + (strict is not None):
         return False
@@ -61,13 +61,13 @@ def _load(conversion: Conversion, call: cst.Call) -> bool:
     edits.replace(statement, f"{target} = {text}")
     values = f'{{key: {target}[key] for key in {name} if not hasattr({name}[key], "load_state_dict")}}'
     edits.line_after(statement, f"{name}.update({values})")
-    if isinstance(statement, cst.Assign):  # Fabric returns the rest alone
+    if isinstance(statement, cst.Assign):  # Fabric returns only the rest
         edits.line_after(statement, f"{target} = {{key: {target}[key] for key in {target} if key not in {name}}}")
     return True
 
 
 def _clip(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``fabric.clip_gradients(model, optimizer, ...)`` of gradients that are no scaled ones."""
+    """Convert ``fabric.clip_gradients(model, optimizer, ...)`` if gradients are not scaled."""
     model = path_of(argument(call, "module", 0))
     norm, value = argument(call, "max_norm", 3), argument(call, "clip_val", 2)
     others = keywords_of(call.args)
@@ -82,14 +82,14 @@ def _clip(conversion: Conversion, call: cst.Call) -> bool:
         if keyword_of(arg) in ("norm_type", "error_if_nonfinite")
     ]
     if norm is not None and "error_if_nonfinite" not in others:
-        texts.append("error_if_nonfinite=True")  # as by default in Fabric
+        texts.append("error_if_nonfinite=True")  # Fabric's default
     name = "clip_grad_norm_" if norm is not None else "clip_grad_value_"
     conversion.edits.replace(call, f"torch.nn.utils.{name}({', '.join(texts)})")
     return True
 
 
 def _all_gather(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``fabric.all_gather(x)`` where it does not matter that Fabric stacks what the ranks have."""
+    """Convert ``fabric.all_gather(x)`` if it does not matter that Fabric stacks the ranks' tensors."""
     above = conversion.script.parent(call)
     holder = conversion.script.parent(above) if isinstance(above, cst.Attribute) else None
     is_shapeless = (
@@ -113,7 +113,7 @@ def _no_sync(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _rank_zero_first(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``with fabric.rank_zero_first()``, of which ``local=`` says whether each node has a rank 0."""
+    """Convert ``with fabric.rank_zero_first()``; ``local=`` means the first rank of each node."""
     if any(arg.keyword is None and index > 0 for index, arg in enumerate(call.args)) or len(call.args) > 1:
         return False
     local = argument(call, "local", 0)
@@ -123,7 +123,7 @@ def _rank_zero_first(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _seeds(conversion: Conversion) -> None:
-    """Convert the seed, where it is a function and no method."""
+    """Convert calls of the function ``seed_everything``."""
     for full in FABRIC_SEEDS:
         for call in list(conversion.script.calls(full)):
             if len(call.args) == 1 and keyword_of(call.args[0]) in ("", "seed"):
@@ -166,12 +166,12 @@ VALUES = {
 
 
 def is_fabric(conversion: Conversion) -> bool:
-    """Return whether a script makes a Fabric."""
+    """Return whether a script creates a Fabric."""
     return any(conversion.script.calls(*FABRIC))
 
 
 def convert_fabric(conversion: Conversion) -> bool:
-    """Convert a script with Fabric; return whether it was done."""
+    """Convert a script with Fabric; return whether this succeeded."""
     found = names_of(conversion, FABRIC)
     if found is None or not all(_options(conversion, call) for call in found[0]):
         return False
@@ -189,7 +189,7 @@ def convert_fabric(conversion: Conversion) -> bool:
 
 
 def _options(conversion: Conversion, call: cst.Call) -> bool:
-    """Take over the options that the decorator has too."""
+    """Move options of the object to the decorator; return whether all of them are known."""
     for arg in call.args:
         name = keyword_of(arg)
         value = constant(arg.value)

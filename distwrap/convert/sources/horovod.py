@@ -1,4 +1,4 @@
-"""A loop with Horovod's functions, by a table of names.
+"""Convert scripts with Horovod's functions, from a table of names.
 
 Source: https://horovod.readthedocs.io/en/stable/pytorch.html
 """
@@ -19,7 +19,7 @@ from distwrap.convert.script import argument, keyword_of, keywords_of, path_of
 
 
 def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
-    """Let an optimizer be itself again; the models that it trains are wrapped."""
+    """Replace ``hvd.DistributedOptimizer`` by the optimizer; the models that it trains are wrapped instead."""
     names = keywords_of(call.args[1:])
     known = {"named_parameters", "compression", "op"}
     if not call.args or not names <= known or len(names) < len(call.args) - 1:
@@ -41,7 +41,7 @@ def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _all_reduce(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert ``hvd.allreduce``, which averages unless ``op=`` says otherwise."""
+    """Convert ``hvd.allreduce``, which averages by default."""
     names = keywords_of(call.args[1:])
     if not call.args or not names <= {"name", "op"} or len(names) < len(call.args) - 1:
         return False
@@ -56,7 +56,7 @@ def _all_reduce(conversion: Conversion, call: cst.Call) -> bool:
 
 
 def _words(node: cst.BaseExpression | None) -> list[str]:
-    """Return the words of Horovod that an expression chooses from, as ``Average`` of ``hvd.Average``."""
+    """Return Horovod's constants that an expression chooses from, such as ``Average`` for ``hvd.Average``."""
     if node is None:
         return []
     if isinstance(node, cst.IfExp):
@@ -65,7 +65,7 @@ def _words(node: cst.BaseExpression | None) -> list[str]:
 
 
 def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
-    """Remove variables that hold a compression for the optimizer; return whether there is no other use of one."""
+    """Remove variables with a compression for the optimizer; return whether none is used otherwise."""
     script = conversion.script
     for node in list(script.find(cst.Attribute)):
         if node.attr.value != "Compression" or path_of(node.value) not in names:
@@ -120,7 +120,7 @@ REMOVED = ("init", "shutdown", "broadcast_parameters", "broadcast_optimizer_stat
 
 
 def _note_own_states(conversion: Conversion, names: set[str]) -> None:
-    """Note a broadcast of a state that matters: it goes, and a rank has the state that it has loaded."""
+    """Note broadcasts whose removal matters: each rank keeps the state that it loaded."""
     script = conversion.script
     loads = [call for call, _ in script.method_calls("load_state_dict")]
     if not loads:
@@ -141,7 +141,7 @@ def _note_own_states(conversion: Conversion, names: set[str]) -> None:
 
 
 def _steps_by_itself(conversion: Conversion) -> bool:
-    """Return whether no optimizer is told when to exchange gradients, which Horovod's alone can be told."""
+    """Return whether no Horovod optimizer is told when to exchange gradients."""
     script = conversion.script
     statements = [script.small_statement_of(call) for call in script.calls(f"{HOROVOD}.DistributedOptimizer")]
     targets = {path_of(each.target) for one in statements if isinstance(one, cst.Assign) for each in one.targets}
@@ -157,12 +157,12 @@ def _steps_by_itself(conversion: Conversion) -> bool:
 
 
 def is_horovod(conversion: Conversion) -> bool:
-    """Return whether a script joins Horovod's ranks."""
+    """Return whether a script initializes Horovod."""
     return any(conversion.script.calls(f"{HOROVOD}.init"))
 
 
 def convert_horovod(conversion: Conversion) -> bool:
-    """Convert a script with Horovod; return whether it was done."""
+    """Convert a script with Horovod; return whether this succeeded."""
     script = conversion.script
     names = {
         node.value

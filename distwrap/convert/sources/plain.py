@@ -1,4 +1,4 @@
-"""A plain loop for one process."""
+"""Convert plain loops for one process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from distwrap.convert.rules.precision import use_precision
 
 
 def convert_plain(conversion: Conversion) -> bool:
-    """Convert a plain loop; return whether it was done.
+    """Convert a plain loop; return whether this succeeded.
 
     The order of the rules matters, here as in the other sources:
 
-    - `choose_entry` comes first, since every rule asks what the ranks run.
-    - `wrap_models` comes before the rules that look for wrapped models: those of draws, precision, accumulation, saves.
-    - `share_own_batches` and `draw_apart` come before `shard_loaders`, which notes the loops that nothing feeds, and
-      `draw_apart` also since what it averages is not to be added up again.
-    - `shard_loaders` comes before `save_and_load` and `agree_on_branches`, which ask for names that hold what a rank's
-      own share has given.
-    - `decorate_entry` comes after all that give the decorator an option: draws, loaders and precision.
-    - `show_once` comes after `save_and_load`, which may take a file away that rank 0 would else write alone.
+    - `choose_entry` comes first, since every rule needs to know what the ranks run.
+    - `wrap_models` comes before the rules that look for wrapped models: draws, precision, accumulation, saves.
+    - `share_own_batches` and `draw_apart` come before `shard_loaders`, which notes loops without a loader; what
+      `draw_apart` averages must not be added up again either.
+    - `shard_loaders` comes before `save_and_load` and `agree_on_branches`, which look for names with a value from the
+      rank's own share of the data.
+    - `decorate_entry` comes after all rules that set an option of the decorator: draws, loaders and precision.
+    - `show_once` comes after `save_and_load`, which may convert a file that only rank 0 would write otherwise.
     """
     if not conversion.facts.optimizer_calls():
         loops = conversion.facts.training_loops
@@ -41,7 +41,7 @@ def convert_plain(conversion: Conversion) -> bool:
     needed = code_for_ranks(conversion)
     if not choose_entry(conversion, needed):
         return False
-    if not wrap_models(conversion):  # one that is not wrapped would train apart on each rank
+    if not wrap_models(conversion):  # an unwrapped model would train separately on each rank
         return False
     share_own_batches(conversion)
     draw_apart(conversion)
@@ -59,7 +59,7 @@ def convert_plain(conversion: Conversion) -> bool:
 
 
 def code_for_ranks(conversion: Conversion) -> list[cst.CSTNode]:
-    """Return the code that has to run on the ranks: loops, optimizers, models and loaders."""
+    """Return the code that the ranks must run: loops, optimizers, models and loaders."""
     facts = conversion.facts
     made = [each for _, model in models_of(conversion) for each in constructions(conversion, model) if each is not None]
     return list(

@@ -1,4 +1,4 @@
-"""A loop whose ranks ``torch.multiprocessing.spawn`` starts."""
+"""Convert scripts whose ranks ``torch.multiprocessing.spawn`` starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from distwrap.convert.sources.ddp import convert_body
 
 
 def is_spawn(conversion: Conversion) -> bool:
-    """Return whether a script starts its ranks by ``mp.spawn``."""
+    """Return whether a script starts its ranks with ``mp.spawn``."""
     return any(conversion.script.calls(*SPAWN))
 
 
 def convert_spawn(conversion: Conversion) -> bool:
-    """Convert a script that spawns its ranks; return whether it was done."""
+    """Convert a script that spawns its ranks; return whether this succeeded."""
     script, facts = conversion.script, conversion.facts
     calls = list(script.calls(*SPAWN))
     given = {path_of(argument(call, "fn", 0)) for call in calls}
@@ -78,7 +78,7 @@ def _drop_parameter(conversion: Conversion, function: Function, first: str) -> N
 
 
 def _is_global(conversion: Conversion, first: str) -> bool:
-    """Return whether the number that spawn gives is the rank among all, as on one node, and not that on the node."""
+    """Return whether the number from spawn is the global rank, as on one node, rather than the local rank."""
     script = conversion.script
     return not any(
         isinstance(assign.value, cst.BinaryOperation)

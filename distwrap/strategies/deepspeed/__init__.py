@@ -1,4 +1,4 @@
-"""DeepSpeed's engine behind a hand-written loop; the package is imported where a model is wrapped."""
+"""DeepSpeed's engine behind a hand-written loop; the package is imported when a model is wrapped."""
 
 from typing import Any
 

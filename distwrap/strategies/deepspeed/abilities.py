@@ -1,4 +1,4 @@
-"""Abilities that DeepSpeed has on some nodes only: they are asked for as a run starts, before any of its steps."""
+"""Features that DeepSpeed has on some nodes only, checked when a run starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def require_fp16(world: World) -> None:
     """Refuse fp16 on a device for which DeepSpeed has none.
 
     Raises:
-        PrecisionError: names the device.
+        PrecisionError: the device has no float16.
     """
     import_deepspeed(world, verbose=False)
     from deepspeed.accelerator import get_accelerator
@@ -27,14 +27,14 @@ def require_fp16(world: World) -> None:
 
 
 def require_nvme(world: World, *, weights: bool) -> None:
-    """Refuse offload to NVMe where DeepSpeed's operator for it is neither built nor can be, or would round weights.
+    """Refuse offload to NVMe if DeepSpeed's operator for it cannot be built, or would round weights.
 
     Args:
-        world: of the run.
-        weights: whether weights are offloaded, and not the optimizer's state alone.
+        world: the world of the run.
+        weights: whether weights are offloaded too, and not only the optimizer's state.
 
     Raises:
-        OptionError: says what is missing.
+        OptionError: something is missing, which the message names.
         PrecisionError: weights in float32 would be rounded.
     """
     import_deepspeed(world, verbose=False)
@@ -51,7 +51,7 @@ def require_nvme(world: World, *, weights: bool) -> None:
                 "built on this node: it needs a C compiler, and libaio with its header (apt-get install g++ "
                 "libaio-dev). Install them, or use offload='cpu'."
             )
-    # Its zero.Init takes bfloat16 there, whatever type it is given (0.19.8, Init._set_dtype).
+    # There its zero.Init uses bfloat16, whatever type it is given (0.19.8, Init._set_dtype).
     if weights and world.options.precision == "32" and not get_accelerator().is_fp16_supported():
         raise PrecisionError(
             f"rank {rank}: offload='nvme' with precision='32' under strategy='deepspeed', which keeps weights on NVMe "

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what the user gives as it is, what our options add, and what the two disagree about.
+"""DeepSpeed's configuration: the user's own, the strategy's options, and conflicts between the two.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from distwrap.errors import OptionError
 
-# Of the loop, which makes the optimizer and the scheduler itself, and loops over micro-batches.
+# Entries that are the loop's business: it makes optimizer and scheduler, and loops over micro-batches.
 _OF_LOOP = {
     "optimizer": "make it in the loop, as torch.optim.AdamW(model.parameters()) or deepspeed.ops.adam.FusedAdam(…)",
     "scheduler": "make it in the loop, out of torch.optim.lr_scheduler or deepspeed.runtime.lr_schedules",
@@ -24,7 +24,7 @@ _HALVES = ("fp16", "bf16")
 
 
 def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return a configuration given as a dict, or by the path of a JSON file; words like "auto" in it are left out.
+    """Return a configuration from a dict or the path of a JSON file, without entries such as "auto".
 
     Raises:
         OptionError: there is no such file, or it holds no JSON object.
@@ -42,10 +42,10 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str,
 
 
 def stage_of(given: Mapping[str, Any], stage: int | None) -> int:
-    """Return ZeRO's stage, out of the configuration or of our option.
+    """Return ZeRO's stage from the configuration or from the strategy's option.
 
     Raises:
-        OptionError: the two disagree, or it is none of 1, 2 and 3.
+        OptionError: the two disagree, or it is not 1, 2 or 3.
     """
     own = _section(given, "zero_optimization").get("stage")
     if None not in (own, stage) and own != stage:
@@ -61,14 +61,14 @@ def stage_of(given: Mapping[str, Any], stage: int | None) -> int:
 
 
 def refuse(given: Mapping[str, Any], precision: str) -> None:
-    """Refuse a configuration that says something else than the loop or the run.
+    """Refuse a configuration that contradicts the loop or the run.
 
     Args:
         given: the user's configuration.
-        precision: of the run.
+        precision: the precision of the run.
 
     Raises:
-        OptionError: names the entry, and what to write instead.
+        OptionError: an entry does; the message says what to write instead.
     """
     for name, way in _OF_LOOP.items():
         if given.get(name):
@@ -95,23 +95,23 @@ def refuse(given: Mapping[str, Any], precision: str) -> None:
 def engine_config(
     given: Mapping[str, Any], *, stage: int, offload: str | None, nvme_path: str | None, precision: str
 ) -> dict[str, Any]:
-    """Return the whole configuration of an engine; what the user gives holds, beside what our options say.
+    """Return the whole configuration of an engine, in which the user's entries take precedence.
 
     Args:
-        given: the user's configuration, which `refuse` has looked at.
-        stage: of ZeRO.
-        offload: ``"cpu"`` or ``"nvme"``: where the optimizer's states go, and under stage 3 the weights.
+        given: the user's configuration, checked by `refuse`.
+        stage: the stage of ZeRO.
+        offload: ``"cpu"`` or ``"nvme"``, the place of the optimizer's states, and under stage 3 of the weights.
         nvme_path: a folder on the device for ``"nvme"``.
-        precision: of the run.
+        precision: the precision of the run.
 
     Example:
         >>> engine_config({}, stage=3, offload="cpu", nvme_path=None, precision="bf16")["zero_optimization"]["stage"]
         3
     """
     config: dict[str, Any] = {
-        "gradient_clipping": 0.0,  # which is 1.0 by default in new versions: a hidden change of the numbers
+        "gradient_clipping": 0.0,  # new versions clip to 1.0 by default, which silently changes training
         "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,  # the user's own
+        "zero_allow_untested_optimizer": True,  # for the user's own optimizer
         "zero_force_ds_cpu_optimizer": False,
         **deepcopy(dict(given)),
         "managed_gradient_accumulation": False,
@@ -132,7 +132,7 @@ def engine_config(
 
 
 def on_nvme(config: Mapping[str, Any]) -> set[str]:
-    """Return what an engine of this configuration keeps on NVMe: ``"optimizer"``, ``"param"``, both or nothing."""
+    """Return what an engine with this configuration keeps on NVMe: ``"optimizer"``, ``"param"``, both or none."""
     zero = _section(config, "zero_optimization")
     return {name for name in ("optimizer", "param") if _section(zero, f"offload_{name}").get("device") == "nvme"}
 
@@ -143,6 +143,6 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the entries that the trainer is to fill in."""
+    """Return a configuration without the entries that a trainer would fill in."""
     sections = {name: _without_auto(value) if isinstance(value, Mapping) else value for name, value in config.items()}
     return {name: value for name, value in sections.items() if value != "auto"}

@@ -1,7 +1,7 @@
-"""One model and one optimizer of the user's in an engine of DeepSpeed's, and a step of theirs.
+"""A DeepSpeed engine with one model and one optimizer of the user's, and its steps.
 
 The engine gets an optimizer of the same class and options, whose tensors it replaces by its own shares. The user's
-stays as it is: schedulers change its rates, and its step is the engine's, which leaves no gradient for its own.
+optimizer stays: schedulers change its rates, and its step runs the engine's, which leaves no gradients for its own.
 
 Source: https://deepspeed.readthedocs.io/en/latest/training.html
 """
@@ -33,23 +33,23 @@ from distwrap.strategies.separable import refuse_mixing, refuse_shaped
 
 
 class ModelEngine:
-    """A DeepSpeed engine around a model and an optimizer; every rank makes it.
+    """DeepSpeed engine for a model and an optimizer; every rank makes it.
 
     Args:
         net: the user's model.
-        optimizer: the user's, of any class that steps each number by itself.
-        config: DeepSpeed's.
-        world: of the run.
+        optimizer: the user's optimizer, of any class that steps each number by itself.
+        config: DeepSpeed's configuration.
+        world: the world of the run.
         verbose: whether DeepSpeed may print.
 
     Attributes:
         net: the user's model.
         optimizer: the user's, if somebody still holds it.
-        parameters: that the engine trains.
+        parameters: the parameters that the engine trains.
         inner: the optimizer that the engine steps.
-        taken: whether the last step was, which an overflow under fp16 skips.
+        taken: whether the last step was taken; an overflow under fp16 skips it.
         scales: whether losses are scaled, as under fp16.
-        is_on_nvme: whether the copy of the weights that is stepped is there.
+        is_on_nvme: whether the stepped copy of the weights is on NVMe.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ModelEngine:
         self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
     def watch(self, outputs: Any) -> Any:
-        """Return a forward's outputs, whose backward goes through the engine."""
+        """Return a forward's outputs with the engine's hooks for their backward."""
         for output in tensors_in(outputs):
             if output.requires_grad:
                 output.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
@@ -95,10 +95,10 @@ class ModelEngine:
             del self.deepspeed.__dict__["module"]
 
     def take_over_weights(self) -> None:
-        """Take into the engine's own copy of the weights what the loop has changed of them by hand, as by a clamp.
+        """Copy changes that the loop has made to the weights, as by a clamp, into the engine's own copy.
 
         Raises:
-            ModelError: a weight was changed while no rank had its numbers.
+            ModelError: a weight was changed while its numbers were divided over the ranks.
         """
         zero = self.deepspeed.optimizer
         if self.stage == 3:
@@ -119,13 +119,13 @@ class ModelEngine:
                     continue
                 if seen.dtype == master.dtype:
                     master.data.copy_(seen.data)
-                else:  # what was not changed keeps the bits that the half precision has not
+                else:  # unchanged weights keep the bits that half precision lacks
                     changed = master.to(seen.dtype) != seen
                     master.data.copy_(torch.where(changed, seen.float(), master))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a loss, scaled where the precision is fp16."""
-        self._is_in_backward = True  # which ends after autograd's end
+        """Compute the gradients of a loss, which is scaled under fp16."""
+        self._is_in_backward = True  # the engine's backward ends after autograd's
         self._take_back()
         try:
             self.deepspeed.backward(loss)
@@ -139,15 +139,15 @@ class ModelEngine:
         self.deepspeed.optimizer.clip_grad = max_norm
 
     def norm(self) -> torch.Tensor | None:
-        """Return the norm of all gradients that the last step has found, in float32 as those of the weights."""
+        """Return the norm of all gradients in the last step, in float32 as the weights' copy."""
         norm: torch.Tensor | float | None = self.deepspeed.get_global_grad_norm()
         return None if norm is None else torch.as_tensor(norm).float()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return what has accumulated on this rank, to be rescaled by one factor on all ranks.
+        """Return the gradients accumulated on this rank, to rescale by one factor on all ranks.
 
         Raises:
-            ModelError: it is on its way to another place.
+            ModelError: DeepSpeed has offloaded them.
         """
         zero = self.deepspeed.optimizer
         if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
@@ -162,7 +162,7 @@ class ModelEngine:
         return list({each.data_ptr(): each for each in found}.values())
 
     def discard(self) -> None:
-        """Forget what has accumulated: the loop has set the gradients to zero."""
+        """Drop accumulated gradients, since the loop has set them to zero."""
         self._is_handed = False
         zero = self.deepspeed.optimizer
         for parameter in self.parameters:
@@ -173,7 +173,7 @@ class ModelEngine:
                 table[key] = None
 
     def note_weights(self) -> None:
-        """Take the weights for what they are: who has changed them has seen to the engine's copy."""
+        """Accept the current weights, whose change was also made in the engine's copy."""
         self._versions = {id(parameter): version_of(parameter) for parameter in self.parameters}
 
     def end(self) -> None:
@@ -186,13 +186,13 @@ class ModelEngine:
             self.deepspeed.destroy()
 
     def make_whole(self) -> None:
-        """Give every rank all weights again, after the end; every rank calls it."""
+        """Give every rank all weights again after the end; every rank calls it."""
         divided: list[Any] = [parameter for parameter in self.net.parameters() if hasattr(parameter, "ds_id")]
         if divided:
             divided[0].all_gather(param_list=divided)
 
     def be_innermost(self) -> None:
-        """Let the user's own hooks of a step see what was before it, and what is after it."""
+        """Run inside the user's own hooks of a step, which then see the state before and after it."""
         put_innermost(self._handles)
 
     # Around a backward
@@ -204,7 +204,7 @@ class ModelEngine:
             after_backward(lambda: after_backward(lambda: after_backward(self._hand_over)))  # after the engine's own
 
     def _take_back(self) -> None:
-        """Take the gradients' places back, as an engine wants them; none is left where the loop has zeroed them."""
+        """Restore the engine's own ``.grad``; drop all gradients if the loop has zeroed them."""
         handed = [(each, each.grad) for each in self.parameters if isinstance(each.grad, EngineGradient)]
         if self._is_handed and not handed:
             self.discard()
@@ -213,7 +213,7 @@ class ModelEngine:
         self._is_handed = self._has_ended = False
 
     def _note_ends(self) -> None:
-        """Note when the engine has come to the end of a backward, where it exchanges what is left."""
+        """Note when the engine has finished a backward, in which it exchanges the rest."""
         zero = self.deepspeed.optimizer
         end = zero.overlapping_partition_gradients_reduce_epilogue
 
@@ -253,24 +253,24 @@ class ModelEngine:
         self.deepspeed.step()
         self.taken = not self.deepspeed.optimizer.overflow
         if self.stage == 3:
-            self.deepspeed.optimizer.averaged_gradients.clear()  # so that none of an earlier backward is stepped over
+            self.deepspeed.optimizer.averaged_gradients.clear()  # so that no later step uses them
         self.deepspeed.optimizer.clip_grad = self._clip
         for parameter in self.parameters:
-            parameter.grad = None  # so that the optimizer's own step finds nothing
+            parameter.grad = None  # the optimizer's own step must find none
         self.note_weights()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.take_options()
 
     def take_options(self) -> None:
-        """Let the user's optimizer have what the engine's has made of its options."""
+        """Copy the options of the engine's optimizer to the user's."""
         optimizer = self.optimizer()
         if optimizer is not None:
             _take_options(self.inner.param_groups, _filled(optimizer))
 
 
 class Engines(RunPart):
-    """The engines of one run; their models and optimizers keep them alive."""
+    """Engines of one run; their models and optimizers keep them alive."""
 
     def __init__(self, world: World) -> None:
         self._all: WeakSet[ModelEngine] = WeakSet()
@@ -280,15 +280,15 @@ class Engines(RunPart):
         return iter(self._all)
 
     def of(self, thing: nn.Module | Optimizer) -> ModelEngine | None:
-        """Return the engine of a user's model or optimizer, if it is there yet."""
+        """Return the engine of a user's model or optimizer, if it already exists."""
         return next((engine for engine in self._all if engine.net is thing or engine.optimizer() is thing), None)
 
     def add(self, engine: ModelEngine) -> None:
-        """Note an engine that was made just now."""
+        """Add a new engine."""
         self._all.add(engine)
 
     def remove(self, engine: ModelEngine) -> None:
-        """Release an engine whose model is the caller's again."""
+        """Release an engine whose model goes back to the caller."""
         engine.end()
         self._all.discard(engine)
 
@@ -297,7 +297,7 @@ class Engines(RunPart):
             engine.be_innermost()
 
     def close(self) -> None:
-        """Release all engines, and free what DeepSpeed keeps of the process group."""
+        """Release all engines, and DeepSpeed's references to the process group."""
         self._handle.remove()
         for engine in list(self._all):
             engine.end()
@@ -305,10 +305,10 @@ class Engines(RunPart):
 
 
 def optimizer_of(net: nn.Module) -> Optimizer | None:
-    """Return the one optimizer of a model's parameters that is alive, if there is one.
+    """Return the only live optimizer of a model's parameters, if there is one.
 
     Raises:
-        ModelError: there are several.
+        ModelError: there are several, or it has parameters of other models.
     """
     own = set(map(id, net.parameters()))
 
@@ -317,7 +317,7 @@ def optimizer_of(net: nn.Module) -> Optimizer | None:
 
     found = look()
     if len(found) > 1:
-        gc.collect()  # one that nobody holds any more
+        gc.collect()  # one may be unreferenced
         found = look()
     if found and not own.issuperset(parameters_of(found[0])):
         raise ModelError(
@@ -335,10 +335,10 @@ def optimizer_of(net: nn.Module) -> Optimizer | None:
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class and options over the same parameters, with nothing else in common."""
+    """Return an optimizer of the same class, options and parameters, which shares nothing else."""
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
-    made.__dict__.pop("step", None)  # as a scheduler has replaced it
+    made.__dict__.pop("step", None)  # a scheduler may have replaced it
     for name, value in optimizer.__dict__.items():
         if isinstance(value, OrderedDict):
             made.__dict__[name] = OrderedDict()  # of hooks
@@ -348,11 +348,11 @@ def _twin(optimizer: Optimizer) -> Optimizer:
 
 
 def _filled(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups that have parameters, which an engine keeps."""
+    """Return the groups with parameters, which an engine keeps."""
     return [group for group in optimizer.param_groups if group["params"]]
 
 
 def _take_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Let groups of parameters have the options of others, one for one."""
+    """Copy the options of some parameter groups to others."""
     for given, taken in zip(source, target, strict=True):
         taken.update({name: value for name, value in given.items() if name != "params"})

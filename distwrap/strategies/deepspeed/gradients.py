@@ -1,6 +1,6 @@
-"""What stands in a parameter's ``grad`` while DeepSpeed's engine has the gradient in buffers of its own.
+"""Placeholders in ``.grad`` while DeepSpeed's engine has the gradients in its own buffers.
 
-Without it ``grad`` would be empty after a backward, and torch's ``clip_grad_norm_`` would clip nothing in silence.
+Without them ``.grad`` would be empty after a backward, and torch's ``clip_grad_norm_`` would silently clip nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _HARMLESS = {"detach", "detach_", "alias"}
 
 
 class EngineGradient(torch.Tensor):
-    """A gradient that is in the engine's hands: it can be taken away, as by ``zero_grad``, and nothing else.
+    """Gradient that the engine holds. It can be removed, as by ``zero_grad``, but not used.
 
     Attributes:
-        kept: the tensor in whose place it stands; ``None`` where the engine holds the numbers.
-        discard: called when it was set to zero in place.
+        kept: the tensor that it replaces; ``None`` if the engine has the numbers.
+        discard: called when the gradient is set to zero in place.
     """
 
     kept: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""The wrapper of a model that DeepSpeed trains: a forward with gradients goes through the engine, made at the first."""
+"""The wrapper of a model under DeepSpeed, whose forwards with gradients run through the engine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class EngineRouting(Routing):
 
     Args:
         module: the user's model.
-        in_precision: how to compute, and where.
-        forward_methods: which methods may be routed.
-        buffers: by which the ranks take over rank 0's when training pauses.
-        make_engine: makes the model's engine at the first forward that trains; ``None`` where nothing is to be trained.
-        divides_weights: whether each rank has a share of the weights alone.
+        in_precision: the precision and device of the computation.
+        forward_methods: the methods that may run a forward.
+        buffers: the buffers that ranks take over from rank 0 when training pauses.
+        make_engine: makes the engine at the first forward that trains, or returns ``None`` without an optimizer.
+        divides_weights: whether each rank has only a share of the weights.
 
     Attributes:
-        engine: the model's, once there is one.
-        alignment: of the forwards in which all ranks take part, where weights are divided.
+        engine: the engine of the model, once it exists.
+        alignment: the forwards in which all ranks take part, if weights are divided.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineRouting(Routing):
 
     def _count(self) -> None:
         if in_backward():
-            return  # which computes something again
+            return  # a recomputation
         if self.engine is None and torch.is_grad_enabled():
             self.make_engine()
         if self.alignment is not None and self.engine is not None:
@@ -70,7 +70,7 @@ class EngineRouting(Routing):
             self.buffers.count_forward()
 
     def make_engine(self) -> ModelEngine | None:
-        """Return the model's engine, made now where it can be; every rank calls it."""
+        """Return the model's engine, which is made if possible; every rank calls it."""
         if self.engine is None:
             self.engine = self._make_engine()
         return self.engine
@@ -106,7 +106,7 @@ class EngineRouting(Routing):
         """Refuse to copy or pickle the model.
 
         Raises:
-            ModelError: says what to do instead.
+            ModelError: always; the message says what to do instead.
         """
         raise ModelError(
             f"{type(self.model).__name__} belongs to an engine of DeepSpeed, and can be neither copied nor "
@@ -115,10 +115,10 @@ class EngineRouting(Routing):
 
 
 class EngineModel(UncopiedModel):
-    """A model that DeepSpeed trains, which answers like the user's own."""
+    """Model that DeepSpeed trains, which behaves like the user's own."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's own state dict; where weights are divided all of them, and every rank calls it."""
+        """Return the model's own state dict, with all weights; if they are divided, every rank calls it."""
         routing = self._distwrap
         if routing.divides_weights and routing.engine is not None:
             routing.engine.take_over_weights()

@@ -1,4 +1,4 @@
-"""DeepSpeed's own engine of a wrapped model, and checkpoints in its own form, which ``zero_to_fp32`` reads.
+"""Access to DeepSpeed's own engine of a wrapped model, and checkpoints in DeepSpeed's format for ``zero_to_fp32``.
 
 Source: https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
 """
@@ -19,28 +19,27 @@ from distwrap.strategies.deepspeed.model import EngineModel
 
 
 def engine_of(model: nn.Module) -> Any:
-    """Return the ``DeepSpeedEngine`` of a wrapped model, for what is DeepSpeed's own.
+    """Return the ``DeepSpeedEngine`` of a wrapped model, for DeepSpeed's own functions.
 
     Args:
-        model: what `wrap_model` returned.
+        model: the model that `wrap_model` returned.
 
     Raises:
-        ModelError: it is not under DeepSpeed, or has not trained yet: its engine is made at its first forward that
-            trains.
+        ModelError: the model is not under DeepSpeed, or has no optimizer yet, with which its engine is made.
     """
     return _engine(model).deepspeed
 
 
 def save_engine(model: nn.Module, folder: str | os.PathLike[str], tag: str | None = None) -> None:
-    """Write a checkpoint in DeepSpeed's own form: each rank its shares, into a folder; every rank calls it.
+    """Write a checkpoint in DeepSpeed's format to a folder, each rank its shares; every rank calls it.
 
-    ``python zero_to_fp32.py folder weights.pt``, which DeepSpeed puts there, makes plain weights of it. `distwrap.save`
-    writes a file that every strategy can load.
+    ``python zero_to_fp32.py folder weights.pt``, a script that DeepSpeed puts there, makes plain weights of it.
+    `distwrap.save` writes a file that every strategy can load.
 
     Args:
-        model: what `wrap_model` returned; its optimizer's state is saved too.
-        folder: the same on all ranks.
-        tag: name of this checkpoint in the folder; by default the number of steps.
+        model: the model that `wrap_model` returned; its optimizer's state is saved too.
+        folder: the folder, the same on all ranks.
+        tag: the name of this checkpoint in the folder; by default the number of steps.
 
     Raises:
         ModelError: as for `engine_of`.
@@ -51,16 +50,16 @@ def save_engine(model: nn.Module, folder: str | os.PathLike[str], tag: str | Non
 
 
 def load_engine(model: nn.Module, folder: str | os.PathLike[str], tag: str | None = None) -> None:
-    """Load what `save_engine` has written, at the same number of ranks; every rank calls it.
+    """Load a checkpoint of `save_engine` with the same number of ranks; every rank calls it.
 
     Args:
-        model: what `wrap_model` returned; its optimizer's state and options are loaded too.
-        folder: the same on all ranks.
-        tag: name of the checkpoint; by default the latest.
+        model: the model that `wrap_model` returned; its optimizer's state and options are loaded too.
+        folder: the folder, the same on all ranks.
+        tag: the name of the checkpoint; by default the latest.
 
     Raises:
         ModelError: as for `engine_of`.
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
     engine = _engine(model)
     place = Path(folder)
@@ -74,17 +73,17 @@ def load_engine(model: nn.Module, folder: str | os.PathLike[str], tag: str | Non
 
 @contextmanager
 def gathered_weights(model: nn.Module, rank: int = 0) -> Iterator[nn.Module]:
-    """Give every rank all weights within a ``with``, to look at or change them by hand; every rank enters it.
+    """Give every rank all weights within a ``with``, to read or change them; every rank enters it.
 
     Args:
-        model: what `wrap_model` returned.
-        rank: whose changes hold.
+        model: the model that `wrap_model` returned.
+        rank: the rank whose changes are kept.
 
     Yields:
         The user's own model.
 
     Raises:
-        ModelError: as for `engine_of`; or what they are stepped by is on NVMe.
+        ModelError: as for `engine_of`; or the stepped copy of the weights is on NVMe.
     """
     import deepspeed
 

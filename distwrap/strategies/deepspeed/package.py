@@ -1,4 +1,4 @@
-"""The package deepspeed: imported for a rank's device, quiet, and without a compiler at its start."""
+"""The package deepspeed: imported for a rank's device, without output, and without a compiler at its start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distwrap.group.world import World
 
 
 def import_deepspeed(world: World, *, verbose: bool) -> Any:
-    """Return the package, imported for the device of this rank, and quiet unless it may print."""
+    """Import the package for the device of this rank, and return it; it is silent unless `verbose`."""
     with quiet(verbose), environment(world):
         import deepspeed
     deepspeed.utils.logging.set_log_level_from_string("info" if verbose else "error")
@@ -40,7 +40,7 @@ def quiet(verbose: bool) -> Iterator[None]:
 
 @contextmanager
 def environment(world: World) -> Iterator[None]:
-    """Set the variables from which DeepSpeed learns its device and its place, where they are not set."""
+    """Set the variables from which DeepSpeed reads its device and ranks, unless they are set."""
     place = world.placement
     wanted = {"LOCAL_RANK": place.local_rank, "RANK": place.rank, "WORLD_SIZE": place.world_size}
     kind = {"DS_ACCELERATOR": "cpu"} if world.device.type == "cpu" else {}
@@ -55,7 +55,7 @@ def environment(world: World) -> Iterator[None]:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keep DeepSpeed from building an exchange by shared memory of its own, which takes minutes with a compiler."""
+    """Keep DeepSpeed from building its shared-memory exchange, which takes a compiler minutes."""
     comm: Any = sys.modules["deepspeed.comm.torch"]
     build = comm.build_shm_op
     comm.build_shm_op = lambda: None
@@ -66,7 +66,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def forget_group() -> None:
-    """Free what DeepSpeed keeps of the process group when a run ends."""
+    """Release DeepSpeed's reference to the process group when a run ends."""
     comm: Any = sys.modules.get("deepspeed.comm.comm")
     if comm is not None:
         comm.cdb = None

@@ -1,4 +1,4 @@
-"""The full state of a model and an optimizer in DeepSpeed's engine, with plain keys, and back.
+"""Get and load the full state, with plain keys, of a model and an optimizer in DeepSpeed's engine.
 
 Source: https://deepspeed.readthedocs.io/en/latest/zero3.html (debugging: ``safe_get_full_fp32_param`` and others)
 """
@@ -19,7 +19,7 @@ from distwrap.strategies.deepspeed.engine import ModelEngine
 
 
 def full_weights(net: nn.Module, *, everywhere: bool) -> dict[str, Any]:
-    """Return a model's state on the CPU, in the type of its master copy, on rank 0 or everywhere; every rank calls."""
+    """Return a model's state in the type of its master copy, on the CPU of rank 0 or all; every rank calls it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     wanted, state = everywhere or dist.get_rank() == 0, net.state_dict()
@@ -36,7 +36,7 @@ def full_weights(net: nn.Module, *, everywhere: bool) -> dict[str, Any]:
 
 
 def load_weights(net: nn.Module, state: Mapping[str, Any], engine: ModelEngine | None) -> Any:
-    """Load a whole state into a model, and into the copies of its weights that its engine has."""
+    """Load a whole state into a model, and into its engine's copies of the weights."""
     given = strip_module_prefix(dict(state), target=net)
     if engine is None:
         return net.load_state_dict(given)
@@ -57,7 +57,7 @@ def load_weights(net: nn.Module, state: Mapping[str, Any], engine: ModelEngine |
 
 
 def full_optimizer_state(engine: ModelEngine, optimizer: Optimizer, *, everywhere: bool) -> dict[str, Any]:
-    """Return the state of the user's optimizer as one process would have it; every rank calls it."""
+    """Return the state of the user's optimizer as in one process; every rank calls it."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     wanted = everywhere or dist.get_rank() == 0
@@ -107,7 +107,7 @@ def _set_optimizer_state(engine: ModelEngine, parameter: nn.Parameter, value: to
 
 
 def _set_share(parameter: Any, whole: torch.Tensor, name: str | None) -> None:
-    """Set this rank's share of a weight, or of what the optimizer keeps for it, under stage 3."""
+    """Set this rank's share of a weight, or of its optimizer state, under stage 3."""
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
     size = parameter.ds_tensor.ds_numel
@@ -121,7 +121,7 @@ def _set_share(parameter: Any, whole: torch.Tensor, name: str | None) -> None:
 
 
 def _lay_out(engine: ModelEngine, states: Mapping[int, Mapping[str, Any]]) -> None:
-    """Give the engine's optimizer room for what a state has, where it has not stepped yet."""
+    """Make space for a state in the engine's optimizer, if it has not stepped yet."""
     from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
     for flat, parameters in _rows(engine):
@@ -139,7 +139,7 @@ def _lay_out(engine: ModelEngine, states: Mapping[int, Mapping[str, Any]]) -> No
 
 
 def _kept(engine: ModelEngine) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    """Yield each parameter with what the engine's optimizer keeps for the row of numbers that has a part of it."""
+    """Yield each parameter with the optimizer state of the flat tensor that contains a part of it."""
     for flat, parameters in _rows(engine):
         kept = engine.inner.state.get(flat)
         if kept:
@@ -148,7 +148,7 @@ def _kept(engine: ModelEngine) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
 
 
 def _rows(engine: ModelEngine) -> Iterator[tuple[torch.Tensor, list[nn.Parameter]]]:
-    """Yield each row of numbers that the engine's optimizer steps on this rank, and the parameters in it."""
+    """Yield each flat tensor that the engine's optimizer steps on this rank, and the parameters in it."""
     zero = engine.deepspeed.optimizer
     flats = zero.single_partition_of_fp32_groups if engine.stage < 3 else zero.fp32_partitioned_groups_flat
     yield from zip(flats, zero.bit16_groups if engine.stage < 3 else zero.fp16_groups, strict=True)

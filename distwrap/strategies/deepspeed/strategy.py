@@ -1,4 +1,4 @@
-"""``strategy="deepspeed"``: DeepSpeed's engine, ZeRO 1 to 3, behind the loop as it is.
+"""``strategy="deepspeed"``: DeepSpeed's engine, with ZeRO 1 to 3, behind an unchanged loop.
 
 Source: https://deepspeed.readthedocs.io/en/latest/
 """
@@ -36,7 +36,7 @@ _PRECISIONS = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class HalfWeights(Precision):
-    """Weights that an engine keeps in a half precision, beside a master copy in float32; inputs are given in it."""
+    """Precision of an engine with weights and inputs in a half precision, and a master copy in float32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -49,26 +49,26 @@ class HalfWeights(Precision):
 
 
 class DeepSpeedStrategy(Strategy):
-    """DeepSpeed's engine around a model and its optimizer; the extra ``deepspeed``.
+    """DeepSpeed's engine around a model and its optimizer; needs the extra ``deepspeed``.
 
-    The loop stays: ``loss.backward()`` and ``optimizer.step()`` are the engine's. In half precision DeepSpeed keeps the
-    weights in it, and a master copy in float32 of which each rank has a share; losses under ``"fp16"`` are scaled by
-    its own scaler, through `distwrap.backward` and `distwrap.optimizer_step`.
+    The loop stays: ``loss.backward()`` and ``optimizer.step()`` run the engine's. In half precision DeepSpeed keeps
+    weights in this type, and a master copy in float32, of which each rank has a share. Under ``"fp16"`` its own scaler
+    scales losses, through `distwrap.backward` and `distwrap.optimizer_step`.
 
     Args:
-        stage: of ZeRO: 1 divides the optimizer's state, 2 the gradients too, 3 the weights too; by default the config's
-            own, or 2.
-        offload: where the optimizer's state is kept, and under stage 3 the weights: ``"cpu"``, or ``"nvme"``.
+        stage: the stage of ZeRO: 1 divides the optimizer's state, 2 also the gradients, 3 also the weights; by default
+            the config's, or 2.
+        offload: the place of the optimizer's state, and under stage 3 of the weights: ``"cpu"`` or ``"nvme"``.
         nvme_path: a folder on the device for ``"nvme"``.
-        config: DeepSpeed's, as a dict or the path of a JSON file, which is taken as it is; what it says of batches,
-            accumulation, optimizer and scheduler is the loop's affair, and refused or left out.
-        checkpointing: whether the activations of the model's blocks are computed again in the backward;
-            ``"selective"``: but for products of matrices, which are kept.
-        verbose: whether DeepSpeed may print what it does.
-        backend: of the process group.
+        config: DeepSpeed's configuration, as a dict or the path of a JSON file, which is used as it is. Entries about
+            batches, accumulation, optimizer and scheduler belong to the loop, and are refused or left out.
+        checkpointing: whether the activations of the model's blocks are recomputed in the backward; ``"selective"``
+            keeps the results of matrix products.
+        verbose: whether DeepSpeed may print messages.
+        backend: the backend of the process group.
 
     Raises:
-        OptionError: one of them is of no such kind, or they disagree with the config.
+        OptionError: an argument has a wrong value, or contradicts the config.
 
     Example:
         >>> DeepSpeedStrategy(stage=3, offload="cpu").stage
@@ -109,12 +109,12 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def averages_at_once(self) -> bool:  # type: ignore[override]
-        """Whether gradients are averaged with each micro-batch, as from stage 2 on, where no rank keeps all of them."""
+        """Whether each micro-batch averages gradients; from stage 2 on no rank keeps all of them."""
         return self.stage > 1
 
     @property
     def owns_scale(self) -> bool:  # type: ignore[override]
-        """Whether the engine scales losses, as it does where there is one."""
+        """Whether the engine scales losses, which it does if there is one."""
         return current_world().placement.world_size > 1
 
     def check(self, run: Options) -> None:
@@ -150,7 +150,7 @@ class DeepSpeedStrategy(Strategy):
         half = _PRECISIONS[precision]
         inside = wrapping.in_precision
         _refuse(net)
-        if half is not None:  # as DeepSpeed does, which makes its master copy of that
+        if half is not None:  # as DeepSpeed does, which makes its master copy from these
             net.to(half)
             inside = InPrecision(HalfWeights(half), wrapping.device, owns_scale=True)
         take_rank_zero_weights(net)
@@ -197,7 +197,7 @@ class DeepSpeedStrategy(Strategy):
         if engine is None:
             return super().clip(optimizer, parameters, max_norm)
         engine.clip(max_norm)
-        return None  # which the step finds
+        return None  # only the step knows the norm
 
     def norm(self, optimizer: Optimizer) -> torch.Tensor | float | None:
         engine = _engine_of(optimizer)
@@ -255,7 +255,7 @@ class DeepSpeedStrategy(Strategy):
         super().give_back(original, prepared, state)
 
     def _made(self, net: nn.Module, precision: str) -> ModelEngine | None:
-        """Return the engine of a model, made of the one optimizer that has its parameters; ``None`` without one."""
+        """Return the engine of a model and its only optimizer, or ``None`` if there is no optimizer."""
         from distwrap.strategies.deepspeed.engine import Engines, ModelEngine, optimizer_of
 
         world, optimizer = current_world(), optimizer_of(net)
@@ -286,7 +286,7 @@ def _is_of(in_precision: InPrecision, name: str) -> bool:
 
 
 def _refuse(net: nn.Module) -> None:
-    """Refuse what an engine would train otherwise than one process.
+    """Refuse a model that an engine would train differently from one process.
 
     Raises:
         ModelError: a weight is in float64 or complex, or a gradient is sparse.

@@ -1,4 +1,4 @@
-"""Attention of which each rank computes some heads: what torch's ``nn.MultiheadAttention`` does, with its masks.
+"""Attention of which each rank computes some heads: torch's ``nn.MultiheadAttention`` with its masks.
 
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttention.html
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def why_not(module: nn.MultiheadAttention, ranks: int) -> str:
-    """Return why an attention cannot be cut; empty where it can."""
+    """Return why an attention cannot be divided, or an empty text."""
     if module.num_heads % ranks:
         return f"its {module.num_heads} heads are not divisible by {ranks} ranks"
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
@@ -42,9 +42,9 @@ def attend(
     *,
     pieces: SequencePieces | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention by this rank's heads, and add up what the ranks have found; arguments as of the module.
+    """Compute attention with this rank's heads, and sum the results of the ranks; arguments as of the module.
 
-    Without a mesh all heads are this rank's, with `pieces` for a piece of the sequence.
+    Without a mesh this rank computes all heads, with `pieces` for a piece of the sequence.
     """
     ranks = 1 if mesh is None else mesh.size()
     batched = query.dim() == 3
@@ -93,7 +93,7 @@ def _mask(
     mesh: DeviceMesh | None,
     pieces: SequencePieces | None,
 ) -> torch.Tensor | None:
-    """Return one mask to add to this rank's scores, of a batch, heads, targets and sources."""
+    """Return one mask to add to this rank's scores, with dimensions for batch, heads, targets and sources."""
     if mask is not None and mask.dim() == 3:
         heads, ranks, rank = q.shape[1], *((1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank()))
         mask = mask.view(-1, heads * ranks, *mask.shape[1:]).narrow(1, rank * heads, heads)

@@ -1,8 +1,8 @@
 """Context parallelism: each rank of a group computes a piece of the sequence, and gathers keys and values to attend.
 
-A block is computed with pieces of what it gets, its parameters whole. Attention is seen where a block calls torch's
-``scaled_dot_product_attention`` or an ``nn.MultiheadAttention``; all else goes by positions. What does not, the proof
-refuses. Outside of the blocks, and without gradients, each rank computes all of it.
+A block computes with pieces of its inputs and whole parameters. Calls of torch's ``scaled_dot_product_attention`` and
+of ``nn.MultiheadAttention`` are recognised as attention; everything else must treat each position by itself. The proof
+refuses blocks that do not. Outside of blocks, and without gradients, each rank computes everything.
 
 Source: https://arxiv.org/abs/2407.21783 (3.3.2, context parallelism by all-gather)
 """
@@ -33,22 +33,22 @@ from distwrap.strategies.fsdp.tensor_parallel import TensorParallel, general, ki
 
 
 class ContextParallel(TensorParallel):
-    """A model whose blocks compute pieces of sequences; its ``repr`` is a table of them.
+    """Model whose blocks compute pieces of sequences; its ``repr`` is a table of them.
 
     Args:
-        net: the user's model, whole, which is changed in place.
-        mesh: of the group.
+        net: the user's whole model, which is changed in place.
+        mesh: the mesh of the group.
     """
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh) -> None:
-        self._proven: dict[str, set[tuple[bool, ...]]] = {}  # ways in which kinds of blocks attend
-        self._axes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of blocks: that of sequences
+        self._proven: dict[str, set[tuple[bool, ...]]] = {}  # by kind of block: which of its attentions gather keys
+        self._axes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by block: the dimension of sequences
         super().__init__(net, mesh, "auto", by_sequence=True, shares=1)
         self.running.sums = False
 
     @property
     def compiles(self) -> bool:
-        """Not at all: the mode in which attention is seen cannot be traced."""
+        """Always false, as torch.compile cannot trace the mode that recognises attention."""
         return False
 
     def _found(self) -> dict[str, Cuts]:
@@ -90,7 +90,7 @@ class ContextParallel(TensorParallel):
         )
 
     def _case(self, block: nn.Module, args: Any, kwargs: Any) -> Hashable:
-        """Return which dimensions of what a block gets are as long as the sequence, or a piece; ``None``: no piece."""
+        """Return which dimensions of a block's inputs are as long as the sequence or a piece; ``None``: no pieces."""
         if not torch.is_grad_enabled():
             return None
         tensors = tensors_in((args, kwargs))
@@ -101,7 +101,7 @@ class ContextParallel(TensorParallel):
         return tuple(tuple((size == length) + 2 * (size == piece) for size in tensor.shape) for tensor in tensors)
 
     def _length(self, block: nn.Module, tensors: list[torch.Tensor]) -> int | None:
-        """Return the length of the sequence that a block gets."""
+        """Return the length of the sequence in a block's inputs."""
         kind, ranks = type(block).__name__, self._mesh.size()
         x = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 2), None)
         if x is None:
@@ -133,7 +133,7 @@ class ContextParallel(TensorParallel):
     def _join(self, block: nn.Module, args: Any, output: Any, *, ways: set[tuple[bool, ...]], proves: bool) -> Any:
         pieces = self._inside[-1] if self._inside else None
         self._end(block, args, output)
-        if output is None or not isinstance(pieces, SequencePieces):  # or there was an exception
+        if output is None or not isinstance(pieces, SequencePieces):  # not in pieces, or after an exception
             return output
         way = tuple(pieces.gathers)
         if proves:
@@ -151,14 +151,14 @@ class SequencePieces(Pieces):
     """Forward of a block with a piece of the sequence on each rank.
 
     Args:
-        running: the model's.
-        mesh: of the group.
-        axis: of what the block gets, along which it is cut.
-        whole: length of the whole sequence.
+        running: the running forwards of the model.
+        mesh: the mesh of the group.
+        axis: the dimension of the block's inputs that is cut.
+        whole: the length of the whole sequence.
         draws: whether dropout is on.
 
     Attributes:
-        gathers: of each attention, whether its keys were gathered.
+        gathers: for each attention, whether its keys were gathered.
     """
 
     def __init__(self, running: Running, mesh: DeviceMesh, *, axis: int, whole: int, draws: bool) -> None:
@@ -168,7 +168,7 @@ class SequencePieces(Pieces):
         self.gathers: list[bool] = []
 
     def divided(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of what a block gets: cut where it has the sequence's length, in one dimension."""
+        """Return this rank's piece of an input, if exactly one dimension has the length of the sequence."""
         if self._first is None and tensor.is_floating_point() and tensor.dim() > 2:
             self._first = tensor.shape
         axis = self._axis_of(tensor)
@@ -186,24 +186,24 @@ class SequencePieces(Pieces):
     def _only_axis(self, tensor: torch.Tensor, length: int) -> int | None:
         axes = {axis for axis, size in enumerate(tensor.shape) if size == length}
         if self._first is not None and tensor.dim() > 2 and self._first[1 - self._axis] == length:
-            axes.discard(1 - self._axis)  # as many rows as words
+            axes.discard(1 - self._axis)  # the batch is as long as the sequence
         return axes.pop() if len(axes) == 1 else None
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the ranks have computed, one piece after the other; what is no piece as it is."""
+        """Return the whole of the ranks' pieces; a tensor that is not a piece stays as it is."""
         assert self._first is not None
         same = tensor.dim() == len(self._first) and tensor.shape[self._axis] == self.length
         axis = self._axis if same else self._only_axis(tensor, self.length)
         return tensor if axis is None else put_together(tensor, self.mesh, axis)
 
     def keys(self, query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """Return keys or values of the whole sequence, where a piece of it attends to itself."""
+        """Return keys or values of the whole sequence, if a piece of it attends to itself."""
         if not query.shape[-2] == tensor.shape[-2] == self.length:
             return tensor
         return enter(tensor, self.mesh, Shard(tensor.dim() - 2))
 
     def rows(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a mask for queries of this rank and keys of all."""
+        """Return a mask for the queries of this rank and all keys."""
         if mask is not None and mask.shape[-1] == self.length:
             mask = enter(mask, self.mesh, Shard(mask.dim() - 1))
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == self._whole:
@@ -244,7 +244,7 @@ class SequencePieces(Pieces):
 
 
 class _Attention(Whole):
-    """torch's ``nn.MultiheadAttention``, of which each rank computes a piece of the sequence."""
+    """Style of an ``nn.MultiheadAttention`` of which each rank computes a piece of the sequence."""
 
     def __init__(self, running: Running) -> None:
         super().__init__(running, sums=True)
@@ -260,12 +260,12 @@ class _Attention(Whole):
 
 @lru_cache(maxsize=2)
 def _causal(queries: int, keys: int, first: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what is added to the scores of some queries, the first of which is at a place of the sequence."""
+    """Return a causal mask to add to the scores of queries that start at position `first` of the sequence."""
     later = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(first + 1)
     return torch.zeros(queries, keys, dtype=dtype, device=device).masked_fill(later, float("-inf"))
 
 
 def _axis(block: nn.Module) -> int:
-    """Return the dimension of sequences: the second one, but for torch's attention with ``batch_first=False``."""
+    """Return the dimension of sequences: 0 for torch's attention with ``batch_first=False``, else 1."""
     attentions = [part for part in block.modules() if isinstance(part, nn.MultiheadAttention)]
     return 0 if attentions and not any(part.batch_first for part in attentions) else 1

@@ -1,4 +1,4 @@
-"""Weights of a divided model while they are gathered: its backward is seen, and what changes them is noticed.
+"""Hooks for the backward of a divided model's gathered weights, and checks that nothing changes these weights.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -32,17 +32,17 @@ from distwrap.strategies.divided_tensors import refuse_gradient_hooks
 from distwrap.strategies.windows import Windows
 from distwrap.wording import first_names
 
-_MODULES_OWN = frozenset(vars(nn.Module()))  # attributes that every module has
+_MODULES_OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 class Gathered:
     """Gathered weights of one divided model.
 
     Args:
-        net: the user's model, before it is divided.
+        net: the user's model before it is divided.
 
     Attributes:
-        units: of the model, once it is divided.
+        units: the units of the divided model.
     """
 
     units: GatheredUnits
@@ -53,7 +53,7 @@ class Gathered:
         self._forwards = self._steps = 0
 
     def divided(self, adoption: Adoption) -> None:
-        """Note that the model is divided now, and look at each step of its optimizers."""
+        """Note that the model is divided, and check each step of its optimizers from now on."""
         self._groups, self._own = fsdp_groups(self._net), set(map(id, self._net.parameters()))
         refuse_gradient_hooks(param.sharded_param for group in self._groups for param in group.fsdp_params)
         adoption.models.add(self)
@@ -63,13 +63,13 @@ class Gathered:
         self._forwards += 1
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Let FSDP see a backward through any tensor that comes out of a unit, or of the whole model.
+        """Let FSDP act in a backward through any output tensor of a unit or of the whole model.
 
-        FSDP looks into lists, tuples, dicts and dataclasses. Of a view that is changed in place it would lose its hook,
-        which a hook of what it is a view of replaces.
+        FSDP itself looks into lists, tuples, dicts and dataclasses. It would lose its hook on a view that is changed in
+        place, so the base of a view gets a hook too.
 
         Raises:
-            ModelError: the forward has changed a weight; looked at now and then.
+            ModelError: the forward has changed a weight; only some forwards are checked.
         """
         if is_power_of_two(self._forwards):
             self._refuse_changed(module)
@@ -82,16 +82,16 @@ class Gathered:
         hook_fsdp_backward(module, bases if isinstance(output, torch.Tensor) else found + bases)
 
     def are_leaves_of(self, nodes: Iterable[Any]) -> bool:
-        """Return whether autograd lays down the gradient of a gathered copy of a parameter at one of these nodes."""
+        """Return whether any of these graph nodes accumulates the gradient of a gathered parameter."""
         copies = gathered_copies(self._groups)
         leaves = (getattr(node, "variable", None) for node in nodes)
         return any(leaf is not None and id(leaf) in copies for leaf in leaves)
 
     def refuse_graph(self) -> None:
-        """Refuse a backward that is to have a backward itself.
+        """Refuse a backward that itself needs a backward.
 
         Raises:
-            ModelError: says under which strategies it goes.
+            ModelError: always; the message names strategies that allow it.
         """
         raise ModelError(
             f"a backward with create_graph=True through {self._name}, which is divided: its gathered weights "
@@ -110,10 +110,10 @@ class Gathered:
             )
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look at the gradients where a backward may have left some.
+        """Check for gradients that a backward has left on this rank.
 
         Raises:
-            ModelError: a backward has left gradients that no exchange has averaged.
+            ModelError: some gradients were not averaged.
         """
         self._steps += 1
         if not (gathered(self._groups) or self.units.has_left_window() or is_power_of_two(self._steps)):
@@ -132,13 +132,13 @@ class Gathered:
             )
 
     def refuse_newcomers(self, held: set[int]) -> None:
-        """Refuse to train a parameter that was added to a divided model, since its gradient is not averaged.
+        """Refuse to train a parameter added to a divided model, since its gradient is not averaged.
 
         Args:
-            held: ids of the tensors that an optimizer holds.
+            held: the ids of the tensors that an optimizer holds.
 
         Raises:
-            ModelError: names the first one.
+            ModelError: there is such a parameter, which the message names.
         """
         for name, parameter in self._net.named_parameters():
             if id(parameter) in held and id(parameter) not in self._own:
@@ -150,6 +150,6 @@ class Gathered:
 
 
 def _left_in_attributes(net: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors with a graph that a forward has left in attributes of a model's modules."""
+    """Return tensors with a graph that a forward has stored in attributes of the model's modules."""
     own = [[value for name, value in vars(part).items() if name not in _MODULES_OWN] for part in net.modules()]
     return [tensor for tensor in tensors_in(own) if tensor.grad_fn is not None]

@@ -1,4 +1,4 @@
-"""The wrapper of a divided model: its forward and its methods gather what they use."""
+"""The wrapper of a divided model, whose forward and methods gather the weights that they use."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _OF_PARAMETERS = {"zero_grad", "requires_grad_", "parameters", "named_parameters
 
 
 class FSDPRouting(Routing):
-    """Forward of a divided model, in which all ranks take part, with gradients or without.
+    """Forward of a divided model, in which all ranks take part, with or without gradients.
 
     Attributes:
-        buffers: by which the ranks take over rank 0's when training pauses.
-        gathered: the model's weights while they are gathered.
-        give_back: makes the user's module what it was, with the numbers of a full state.
-        tensor_parallel: how its blocks are cut, where they are.
+        buffers: the buffers that ranks take over from rank 0 when training pauses.
+        gathered: the gathered weights of the model.
+        give_back: restores the user's module, with the numbers of a full state.
+        tensor_parallel: the division of its blocks, if they are divided.
     """
 
     give_back: Callable[[dict[str, torch.Tensor]], None]
@@ -65,12 +65,12 @@ class FSDPRouting(Routing):
         self.run = in_precision(self._everywhere)
 
     def cut(self, tensor_parallel: TensorParallel, group: dist.ProcessGroup, *, is_divided: bool) -> None:
-        """Note how blocks are cut over a group, whose ranks run one batch through the same blocks.
+        """Note that blocks are divided over a group whose ranks run the same batch through the same blocks.
 
         Args:
-            tensor_parallel: how.
-            group: the ranks.
-            is_divided: whether what is cut is divided besides, so that its exchanges are compared already.
+            tensor_parallel: the division.
+            group: the ranks of the group.
+            is_divided: whether FSDP also divides the model, so that its exchanges are already compared.
         """
         self.tensor_parallel = tensor_parallel
         if not tensor_parallel.compiles:
@@ -99,11 +99,11 @@ class FSDPRouting(Routing):
         return nullcontext() if self.tensor_parallel is None else self.tensor_parallel.running
 
     def _count(self) -> None:
-        if in_backward():  # which computes something again
+        if in_backward():  # a recomputation
             return
         if self.units.begin():
             self._forget()
-        if self.unison.turn == 0:  # before FSDP looks at them first
+        if self.unison.turn == 0:  # before FSDP first reads them
             for unit in range(len(self.units.names)):
                 self._refuse_replaced(unit)
         self.alignment.forward()
@@ -128,10 +128,10 @@ class FSDPRouting(Routing):
         return super()._end(output, call)
 
     def _refuse_replaced(self, unit: int) -> None:
-        """Refuse to gather the weights of a unit in the place of others that its modules were given since.
+        """Refuse to gather the weights of a unit if its modules have other tensors instead.
 
         Raises:
-            ModelError: names the first one.
+            ModelError: a parameter was replaced; the message names it.
         """
         name = self.units.replaced(unit)
         if name:
@@ -161,11 +161,11 @@ class FSDPRouting(Routing):
         self.unison.forget()
 
     def exchanges(self, nodes: Iterable[Any]) -> bool:
-        """Return whether autograd lays down the gradient of a gathered weight at one of the nodes of a graph."""
+        """Return whether any of these graph nodes accumulates the gradient of a gathered weight."""
         return self.gathered.are_leaves_of(nodes)
 
     def settle(self) -> None:
-        """Put the shards back on the modules, where an exception has ended a backward."""
+        """Put the shards back on the modules if an exception has ended a backward."""
         if self.units.is_broken():
             self.units.begin()
             self._forget()
@@ -174,7 +174,7 @@ class FSDPRouting(Routing):
         """Refuse to copy or pickle a model of which each rank has a share.
 
         Raises:
-            ModelError: says what to do instead.
+            ModelError: always; the message says what to do instead.
         """
         raise ModelError(
             f"{class_of(self.model)} is divided, and can be neither copied nor pickled. "
@@ -184,7 +184,7 @@ class FSDPRouting(Routing):
 
 
 class DividedModel(UncopiedModel):
-    """A model of which each rank holds a share of every weight, as a ``DTensor``; a real ``FSDPModule`` is inside."""
+    """Model of which each rank holds a share of every weight as a ``DTensor``, around a real ``FSDPModule``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._distwrap.run(*args, **kwargs)
@@ -195,7 +195,7 @@ class DividedModel(UncopiedModel):
         return super().__getattr__(name)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load weights saved with or without a wrapper, whole or divided; ``assign=True`` copies their numbers too."""
+        """Load weights with or without a wrapper's prefix, whole or divided; ``assign=True`` also copies."""
         net, strict = self._distwrap.model, kwargs.get("strict", next(iter(args), True))
         return net.load_state_dict(shards.divided_state(net, state_dict), strict)
 
@@ -213,5 +213,5 @@ class DividedModel(UncopiedModel):
 
 
 def class_of(model: nn.Module) -> str:
-    """Return the name of the user's class of a divided model, whose own FSDP has put in front."""
+    """Return the name of the user's class of a divided model, without the class that FSDP puts in front."""
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

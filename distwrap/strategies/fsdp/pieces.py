@@ -1,7 +1,7 @@
-"""Random numbers of pieces: dropout draws other numbers on each rank in what is cut, and the same in what is not.
+"""Random numbers for divided blocks: dropout differs between ranks in pieces, and is the same in whole tensors.
 
-The ranks of a group have their generators in one state. In a block that is cut, what is a piece is known by what it
-was computed of, or by the length of a piece of a sequence.
+The ranks of a group have equal generator states. In a divided block, a tensor is a piece if it was computed from
+pieces, or has the length of a piece of the sequence.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _BY_CHANNEL = (F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
 
 
 class Pieces(TorchFunctionMode):
-    """Forward of a block, of which each rank computes a piece.
+    """Forward of a block of which each rank computes a piece.
 
     Args:
-        running: the model's.
-        mesh: of the ranks of a group.
-        length: of a piece of the sequence; 0 where sequences are whole.
+        running: the running forwards of the model.
+        mesh: the mesh of the group.
+        length: the length of a piece of the sequence; 0 if sequences are whole.
         draws: whether dropout is on.
     """
 
@@ -60,7 +60,7 @@ class Pieces(TorchFunctionMode):
 
     @contextmanager
     def computed_again(self) -> Iterator[None]:
-        """Note that what runs in a ``with`` will be computed again within this forward."""
+        """Note that the work in this ``with`` will be recomputed within this forward."""
         before, self._place = self._place, _place()
         try:
             yield
@@ -79,7 +79,7 @@ class Pieces(TorchFunctionMode):
         return mark(result) if is_marked else result
 
     def _draws_apart(self, func: Any, is_marked: bool, args: Any, kwargs: Any) -> bool:
-        """Return whether a function draws a number for each of what is a piece."""
+        """Return whether a function draws a random number for each element of a piece."""
         if func is F.scaled_dot_product_attention:
             dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
             return dropout > 0 and (is_marked or self.length in args[0].shape)
@@ -89,7 +89,7 @@ class Pieces(TorchFunctionMode):
         return is_marked or self.length in shape
 
     def apart(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute with random numbers that no other rank of the group draws; all go on alike afterwards."""
+        """Compute with random numbers of this rank alone; the generators stay equal on all ranks."""
         if self._place != _place():
             raise ModelError(
                 "a cut layer has dropout within a torch.utils.checkpoint() inside of the block, which would "
@@ -103,10 +103,10 @@ class Pieces(TorchFunctionMode):
 
 
 class CommonNumbers:
-    """Comparison of the random numbers that the ranks of a group have in common; at forwards 1, 2, 4, 8, … that draw.
+    """Comparison of the generators of a group's ranks, at forwards 1, 2, 4, 8, … that draw.
 
     Args:
-        mesh: of the group.
+        mesh: the mesh of the group.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -114,15 +114,15 @@ class CommonNumbers:
         self._before: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Note where the generators are, before a block computes."""
+        """Note the states of the generators before a block computes."""
         self._forwards += 1
         self._before = self._states() if is_power_of_two(self._forwards) else None
 
     def end(self) -> None:
-        """Compare that with the other ranks, where the block has drawn.
+        """Compare these states between the ranks, if the block has drawn numbers.
 
         Raises:
-            ModelError: they draw others.
+            ModelError: the ranks draw different numbers.
         """
         before, self._before = self._before, None
         if before is None or torch.equal(before, self._states()):
@@ -148,7 +148,7 @@ class CommonNumbers:
 
 
 def may_draw(block: nn.Module) -> bool:
-    """Return whether a module or one of its own has a probability of dropout, known by the name of the number."""
+    """Return whether a module or a submodule has a probability of dropout, known by its attribute's name."""
     return any(
         isinstance(value, float) and value > 0 and (name == "p" or "drop" in name)
         for part in block.modules()
@@ -157,12 +157,12 @@ def may_draw(block: nn.Module) -> bool:
 
 
 def _place() -> Any:
-    """Return what tells whether this runs in a checkpoint."""
+    """Return a value that differs inside of an activation checkpoint."""
     return torch.is_grad_enabled(), saving_hooks()
 
 
 def mark(value: Any) -> Any:
-    """Remember of tensors that each rank has another piece, and return them."""
+    """Mark tensors as pieces that differ between ranks, and return them."""
     if torch.compiler.is_compiling():
         return value
     if isinstance(value, Iterator):
@@ -174,7 +174,7 @@ def mark(value: Any) -> Any:
 
 
 def unmark(tensor: torch.Tensor) -> torch.Tensor:
-    """Forget of a tensor that it was computed of pieces: the ranks have put them together."""
+    """Remove the mark of a tensor that the ranks have put together, and return it."""
     if not torch.compiler.is_compiling():
         vars(tensor).pop(_MARK, None)
     return tensor

@@ -1,4 +1,4 @@
-"""Words of a plan of tensor parallelism, by which a user says how layers are cut."""
+"""Words in a plan of tensor parallelism, by which users say how layers are divided."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WORDS = ("colwise", "rowwise", "packed2", "packed3", "heads", "gathered", "vocab
 
 
 def check_plan(plan: object) -> None:
-    """Refuse what is no plan.
+    """Refuse a value that is not a plan.
 
     Raises:
-        OptionError: it is neither "auto", nor words by patterns of names, nor a function.
+        OptionError: it is not "auto", words by patterns of names, or a function.
     """
     if plan == "auto" or (callable(plan) and not isinstance(plan, type)):
         return

@@ -1,8 +1,8 @@
-"""Plans of tensor parallelism: which layers of a model are cut, found by its structure or named by its user.
+"""Plans of tensor parallelism: which layers of a model are divided, found from its structure or named by its user.
 
-Two layers make a pair where a wide one comes in and a narrow one goes out: the first is cut by its outputs, the second
-by its inputs, and each rank computes what lies between by itself. Several layers may come in, as queries, keys and
-values, or a gate. What a plan says here is a guess, which `proof` tries before it is taken.
+A pair has one or more layers that lead to hidden numbers, and one layer back. The first are divided by outputs and the
+last by inputs, so each rank computes the values between them alone. There are several first layers for queries, keys
+and values, or for a gate. A plan found here is a guess, which `proof` tests before it is used.
 
 Source: https://arxiv.org/abs/1909.08053
 """
@@ -22,19 +22,19 @@ from distwrap.strategies.fsdp.plan_words import WORDS
 from distwrap.strategies.fsdp.units import alike_blocks
 from distwrap.wording import unknown_name
 
-_LARGE = 4096  # rows, from which a layer or an embedding by itself is cut
+_LARGE = 4096  # fewest rows of a single layer or embedding that is divided
 _POINTWISE = (nn.Dropout, nn.Identity)
 _NOT_POINTWISE = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.GLU, nn.MultiheadAttention)
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Layers that are cut together, by the word of each, and numbers of heads that are then fewer on each rank.
+    """Layers that are divided together, with the word of each, and numbers of heads that are smaller on each rank.
 
     Attributes:
-        words: by the name of a module.
-        numbers: of heads on a rank, by the name of a module and an attribute of it.
-        by_sequence: whether what is not cut computes with pieces of the sequence.
+        words: the word of each module, by name.
+        numbers: the number of heads on a rank, by the names of a module and its attribute.
+        by_sequence: whether the other layers compute with pieces of the sequence.
     """
 
     words: dict[str, str] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class Cuts:
 
 
 def guesses(module: nn.Module, ranks: int) -> Iterator[tuple[list[Cuts], str]]:
-    """Yield what of a module's own layers may be cut together: guesses of how, the best first, and why none is.
+    """Yield groups of a module's layers: ways to divide each, the best first, and the reason if there is none.
 
     Args:
-        module: one whose layers may make pairs.
-        ranks: of the group.
+        module: a module whose layers may make pairs.
+        ranks: the number of ranks in the group.
     """
     if isinstance(module, nn.MultiheadAttention):
         why = why_not(module, ranks)
@@ -64,7 +64,7 @@ def guesses(module: nn.Module, ranks: int) -> Iterator[tuple[list[Cuts], str]]:
 
 
 def large(module: nn.Module, ranks: int) -> str:
-    """Return the word for a layer or an embedding that is large enough to be cut by itself; empty for others."""
+    """Return the word for a layer or embedding that is large enough to be divided alone, or an empty text."""
     if isinstance(module, nn.Linear) and module.out_features >= _LARGE and module.out_features % ranks == 0:
         return "gathered"
     if isinstance(module, nn.Embedding) and module.num_embeddings >= _LARGE and module.num_embeddings % ranks == 0:
@@ -73,10 +73,10 @@ def large(module: nn.Module, ranks: int) -> str:
 
 
 def asked_for(model: nn.Module, plan: Mapping[str, str] | Callable[[str, nn.Module], str | None], ranks: int) -> Cuts:
-    """Return what a user's plan says of a model.
+    """Return the division that a user's plan asks for.
 
     Raises:
-        ModelError: a pattern or a word fits no module, or what it names cannot be divided by the ranks.
+        ModelError: a pattern or word fits no module, or a module cannot be divided by the ranks.
     """
     named = {name: module for name, module in model.named_modules() if name}
     words: dict[str, str] = {}
@@ -106,7 +106,7 @@ def asked_for(model: nn.Module, plan: Mapping[str, str] | Callable[[str, nn.Modu
 
 
 def shared_weights(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that more than one module has."""
+    """Return the ids of parameters that several modules have."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -115,17 +115,17 @@ def shared_weights(model: nn.Module) -> set[int]:
 
 
 def blocks_of(model: nn.Module) -> set[int]:
-    """Return the ids of the blocks of a model's lists of alike blocks, which are more than a layer."""
+    """Return the ids of the blocks in a model's lists of alike blocks, except single layers."""
     return {id(block) for block in alike_blocks(model) if not isinstance(block, nn.Linear)}
 
 
 def holds_blocks(module: nn.Module, blocks: set[int]) -> bool:
-    """Return whether blocks are inside of a module."""
+    """Return whether a module contains blocks."""
     return any(id(part) in blocks for part in module.modules() if part is not module)
 
 
 def unit_of(model: nn.Module, name: str, blocks: set[int]) -> str:
-    """Return the name of the block whose forward is computed whole once, to prove what is cut in it."""
+    """Return the name of the block that is once computed as a whole, to prove the division of this module."""
     parts = name.split(".")
     outer = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((each for each in outer if id(model.get_submodule(each)) in blocks), name)
@@ -146,7 +146,7 @@ def _why_word_does_not_fit(module: nn.Module, word: str, ranks: int) -> str:
 
 
 def _in_a_row(module: nn.Sequential, ranks: int) -> Iterator[tuple[list[Cuts], str]]:
-    """Yield pairs of layers of a row between which each number goes its own way."""
+    """Yield pairs of layers of a sequence with only elementwise functions between them."""
     first: tuple[str, nn.Linear] | None = None
     for name, part in module.named_children():
         if isinstance(part, nn.Linear):
@@ -172,7 +172,7 @@ Layers = list[tuple[str, nn.Linear]]
 
 
 def _own_layers(module: nn.Module) -> Layers:
-    """Return a module's own layers in their order, and those that are alone in a row of its own, as with dropout."""
+    """Return a module's own layers in order, with those that are alone in an ``nn.Sequential``, as with dropout."""
     found: Layers = []
     for name, child in module.named_children():
         inside = [(f"{name}.{key}" if key else name, part) for key, part in child.named_modules()]
@@ -183,7 +183,7 @@ def _own_layers(module: nn.Module) -> Layers:
 
 
 def _groups(layers: Layers) -> list[tuple[Layers, tuple[str, nn.Linear]]]:
-    """Return layers that come in, and the one that goes out, of each group."""
+    """Return the first layers and the last layer of each group."""
     found: list[tuple[Layers, tuple[str, nn.Linear]]] = []
     start = 0
     while start < len(layers):
@@ -198,7 +198,7 @@ def _groups(layers: Layers) -> list[tuple[Layers, tuple[str, nn.Linear]]]:
             found.append((layers[start:end], layers[end]))
         start = max(end, start) + 1
     taken = {name for ins, out in found for name, _ in (*ins, out)}
-    for name, part in layers:  # a gate that was made after what goes out
+    for name, part in layers:  # a gate that was defined after the last layer
         for ins, _ in found:
             alike = (part.in_features, part.out_features) == (ins[0][1].in_features, ins[0][1].out_features)
             if name not in taken and alike and part.in_features != part.out_features:
@@ -208,7 +208,7 @@ def _groups(layers: Layers) -> list[tuple[Layers, tuple[str, nn.Linear]]]:
 
 
 def _come_together(outs: list[int], hidden: int) -> bool:
-    """Return whether layers of so many outputs may feed one that takes `hidden`: alike, packed, or with fewer heads."""
+    """Return whether layers of these output sizes may feed one with `hidden` inputs: alike, packed or fewer heads."""
     if len(outs) == 1:
         return outs[0] in (hidden, 2 * hidden, 3 * hidden)
     fewer = [size for size in outs if size != hidden]
@@ -244,7 +244,7 @@ def _ways(
 
 
 def _heads(module: nn.Module) -> dict[str, int]:
-    """Return the numbers of heads that a module keeps, by the names of its attributes."""
+    """Return the numbers of heads that a module has, by the names of its attributes."""
     numbers = {name: value for name, value in vars(module).items() if type(value) is int and value > 0}
     return {name: value for name, value in numbers.items() if re.search("head", name) and not _is_size(name)}
 

@@ -1,4 +1,4 @@
-"""Proof that a block is computed right when it is cut: outputs and gradients beside those of the block as a whole."""
+"""Proof that a divided block computes the same outputs and gradients as the whole block."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from distwrap.strategies import shards
 from distwrap.strategies.fsdp.styles import Running, spread, summed_of
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-_SMALL = 1e-2  # of the largest gradient: what is smaller is compared with this much, as it may be rounding alone
+_SMALL = 1e-2  # of the largest gradient: smaller ones may be mere rounding, and are compared with this
 
 
 class Twins:
-    """A block without numbers as it was, and one that is cut, which compute with numbers given.
+    """Two copies of a block without numbers, one whole and one divided, which compute with given numbers.
 
     Args:
-        block: whole, as it was before anything was cut.
-        cut: cuts a block in place.
-        mesh: of the ranks of a group.
-        running: the model's.
-        dtype: in which the two compute.
+        block: the whole block, before anything was divided.
+        cut: divides a block in place.
+        mesh: the mesh of the group.
+        running: the running forwards of the model.
+        dtype: the type in which both compute.
     """
 
     def __init__(
@@ -48,15 +48,16 @@ class Twins:
     def difference(
         self, numbers: dict[str, torch.Tensor], args: Any, kwargs: Any
     ) -> tuple[str, list[tuple[str, str]]] | None:
-        """Return what differs between the two, empty if nothing does; and whose gradients are sums over the ranks.
+        """Return how the two differ, or an empty text, and the gradients that must be summed over ranks.
 
-        Ranks of the group call it together, with the same arguments, and get the same answer. Where those overflow,
-        small ones of their shapes are taken instead; ``None``, where weights do, and nothing can be compared.
+        Ranks of the group call it together, with the same arguments, and get the same answer. If the arguments
+        overflow, small ones of the same shapes are used. The result is ``None`` if the weights overflow, so that
+        nothing can be compared.
 
         Args:
-            numbers: parameters and buffers, whole.
-            args: of the forward.
-            kwargs: of the forward.
+            numbers: whole parameters and buffers.
+            args: arguments of the forward.
+            kwargs: keyword arguments of the forward.
         """
         kind = self.mesh.device_type
         with (
@@ -64,7 +65,7 @@ class Twins:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(kind, enabled=False),
-            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # not the caller's, of a checkpoint
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # instead of the caller's checkpointing
         ):
             names = [name for name, _ in self.whole.named_parameters()]
             try:
@@ -86,14 +87,14 @@ class Twins:
         return self._compared(names, own, found, expected)
 
     def can_be_tried(self, numbers: dict[str, torch.Tensor], args: tuple[torch.Tensor, ...]) -> bool:
-        """Return whether the whole block takes such arguments, if several: what comes out is shaped as the first."""
+        """Return whether the whole block accepts several such arguments, and its output has the first one's shape."""
         if len(args) == 1:
             return True
         names = [name for name, _ in self.whole.named_parameters()]
         try:
             with torch.enable_grad():
                 outputs, *_ = self._computed(self.whole, [numbers[name] for name in names], numbers, args, {})
-        except Exception:  # noqa: BLE001 - it takes others
+        except Exception:  # noqa: BLE001 - it takes other arguments
             return False
         return bool(outputs) and next(iter(outputs.values())).shape == args[0].shape
 
@@ -105,7 +106,7 @@ class Twins:
         args: Any,
         kwargs: Any,
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Return outputs by what they are called, gradients of the inputs, and those of the parameters."""
+        """Return outputs by name, gradients of the inputs, and gradients of the parameters."""
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         names = [name for name, _ in self.whole.named_parameters()]
         buffers = {name: _as(numbers[name], self.dtype).clone() for name, _ in self.whole.named_buffers()}
@@ -170,7 +171,7 @@ class Twins:
         return "", summed
 
     def _wrong(self, pairs: list[tuple[str, Any, Any, float]]) -> list[bool]:
-        """Return which of some pairs differ on any rank of the group."""
+        """Return which of these pairs differ on any rank of the group."""
         flags = torch.tensor([float(self._differ(*pair)) for _, *pair in pairs], device=self.mesh.device_type)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group())
         return [flag > 0 for flag in flags.tolist()]
@@ -186,7 +187,7 @@ class Twins:
 
 
 class _Computation(nn.Module):
-    """Forward and backward of a block, in both of which its parameters have numbers: it may compute something again."""
+    """Forward and backward of a block, in both of which its parameters have numbers, for recomputation."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -197,15 +198,16 @@ class _Computation(nn.Module):
 
 
 class Proof:
-    """Proof of one kind of block at its first forward in each case, before that computes.
+    """Proof of one kind of block, before its first forward in each case.
 
     Args:
-        name: of the first such block.
-        twins: of it.
-        blocks: all of this kind.
-        layers: that are cut in each, which are not to be used before.
-        says: what a user can do about it.
-        case: returns the case, ``None`` for nothing to prove, or always ``True``, which ends it after the first.
+        name: the name of the first such block.
+        twins: the twins of this block.
+        blocks: all blocks of this kind.
+        layers: the names of the divided layers, which may not run outside of the block.
+        says: advice for the user.
+        case: returns the case, or ``None`` if there is nothing to prove; if it returns ``True``, the proof ends after
+            one.
     """
 
     def __init__(
@@ -226,7 +228,7 @@ class Proof:
         self._handles += [layer.register_forward_pre_hook(self._outside) for layer in inside]
 
     def end(self) -> None:
-        """Look at no forward any more."""
+        """Stop checking forwards."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -235,7 +237,7 @@ class Proof:
         if not self._handles or (case := self._case(block, args, kwargs)) is None or case in self._proven:
             return
         prove = self._prove
-        if "torch._dynamo" in sys.modules:  # in a model that is compiled, this is not
+        if "torch._dynamo" in sys.modules:  # a compiled model leaves this out
             prove = torch.compiler.disable(prove)  # type: ignore[no-untyped-call]
         prove(block, args, kwargs, case)
 
@@ -271,7 +273,7 @@ class Proof:
         for number, tensor in enumerate(inputs):
             generator = torch.Generator().manual_seed(number)
             probe = torch.rand(tensor.shape, generator=generator, device="cpu").double()
-            value = tensor.detach().cpu().double().nan_to_num(1.0, 2.0, 3.0)  # of an overflow, or a mask
+            value = tensor.detach().cpu().double().nan_to_num(1.0, 2.0, 3.0)  # for overflows and masks
             marks.append(
                 torch.stack(
                     [(value * probe).sum(), value.abs().sum(), torch.tensor(float(value.numel()), device="cpu")]
@@ -295,7 +297,7 @@ class Proof:
 
 
 def add_summed(block: nn.Module, summed: list[tuple[str, str]]) -> None:
-    """Let gradients of some parameters be summed over the ranks of a group."""
+    """Sum the gradients of some parameters over the ranks of a group from now on."""
     for owner, attribute in summed:
         names = summed_of(block.get_submodule(owner))
         assert names is not None
@@ -303,7 +305,7 @@ def add_summed(block: nn.Module, summed: list[tuple[str, str]]) -> None:
 
 
 def trial_inputs(block: nn.Module, width: int, ranks: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
-    """Return what a block can be tried on before there is any data, as if all that it takes were of one shape."""
+    """Return inputs to try a block before there is data, all of one shape."""
     parameters = list(inspect.signature(block.forward).parameters.values())
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [each for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty]
@@ -315,7 +317,7 @@ def trial_inputs(block: nn.Module, width: int, ranks: int, dtype: torch.dtype, d
 
 
 def trial_numbers(block: nn.Module, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor] | None:
-    """Return numbers to try a block with, that are not its own; ``None`` where its buffers have none."""
+    """Return random parameters, and the block's buffers, for a trial; ``None`` if the buffers have no numbers."""
     if any(buffer.is_meta for buffer in block.buffers()):
         return None
     generator = torch.Generator().manual_seed(2)
@@ -327,7 +329,7 @@ def trial_numbers(block: nn.Module, dtype: torch.dtype, device: str) -> dict[str
 
 
 def _empty(block: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a block, which evaluates, with parameters that have no numbers."""
+    """Return a copy of a block in evaluation mode, whose parameters have no numbers."""
     memo: dict[int, Any] = {}
     for parameter in block.parameters():
         empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
@@ -356,7 +358,7 @@ def _shapes(outputs: dict[str, torch.Tensor]) -> str:
 
 
 def _left_in_attributes(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Take off the tensors with a graph that a forward has left in attributes, as a loss of its own."""
+    """Remove and return tensors with a graph that a forward has stored in attributes, such as a loss."""
     found: dict[str, torch.Tensor] = {}
     for at, part in block.named_modules():
         for name, value in [*vars(part).items()]:

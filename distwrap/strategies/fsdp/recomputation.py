@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward: torch's checkpointing around each unit.
+"""Recomputation of activations in the backward: torch's checkpointing around each unit.
 
 Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 """
@@ -21,21 +21,21 @@ from distwrap.model.forward_routing import put_back_forward
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.pieces import Pieces
 
-_UNCOUNTED = ("running_mean", "running_var")  # whose changes torch's batch norm does not count
+_UNCOUNTED = ("running_mean", "running_var")  # torch's batch norm does not count their changes
 
 
 def recompute(
     units: list[nn.Module], *, selective: bool, inside: Callable[[], Pieces | None] | None = None
 ) -> Callable[[], None]:
-    """Let units compute their activations again in the backward; selectively, all but products of matrices.
+    """Let units recompute their activations in the backward; selectively, all except matrix products.
 
     Args:
-        units: of the model.
-        selective: whether products are kept.
-        inside: returns in what a forward runs, which is then entered again.
+        units: the units of the model.
+        selective: whether the results of matrix products are kept.
+        inside: returns the context of a running forward, which the recomputation enters again.
 
     Returns:
-        What undoes it.
+        A function that undoes this.
     """
     kept = products()
 
@@ -82,7 +82,7 @@ def _recomputed(
 
 
 class _Computed:
-    """Forward of a unit, which may change buffers, as BatchNorm its statistics."""
+    """Forward of a unit, which may change buffers, such as BatchNorm's statistics."""
 
     def __init__(self, unit: nn.Module, inside: AbstractContextManager[Any]) -> None:
         self.unit, self._inside = unit, inside
@@ -100,7 +100,7 @@ class _Computed:
 
 
 class _ComputedAgain:
-    """The same forward in the backward, after which buffers are what they were before: they saw this batch already."""
+    """Recomputation of this forward, after which buffers are restored, as they already saw this batch."""
 
     def __init__(self, computed: _Computed, inside: AbstractContextManager[Any]) -> None:
         self._computed, self._inside = computed, inside

@@ -1,4 +1,4 @@
-"""Dividing a model: the mesh of its ranks, its units, the types in which it computes, and what the loop gets."""
+"""Divide a model: the mesh of its ranks, its units, the types in which it computes, and its wrapper."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from distwrap.versions import FSDP_ON_CPU_SINCE, require_torch
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.strategy import FSDPStrategy
 
-_SMALL = 10_000  # numbers a rank and unit, below which gathering takes longer than it saves memory
+_SMALL = 10_000  # numbers a rank and unit; with fewer, gathering is not worth its time
 
 
 class Meshes(RunPart):
-    """The meshes of ranks of one run."""
+    """Meshes of the ranks of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._made: dict[int, DeviceMesh] = {}
 
     def over(self, ranks: int) -> DeviceMesh:
-        """Return the mesh in which each model is divided over so many ranks; every rank calls it."""
+        """Return the mesh that divides a model over so many ranks; every rank calls it."""
         if ranks not in self._made:
             size = self._world.placement.world_size
             if ranks == size:
@@ -62,7 +62,7 @@ class Meshes(RunPart):
 
 
 def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPStrategy) -> nn.Module:
-    """Divide a model over the ranks, and return what the loop trains."""
+    """Divide a model over the ranks, and return the model for the loop to train."""
     require_group("wrap_model")
     net = unwrap_model(model)
     _refuse(net)
@@ -82,7 +82,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     before = BeforeFSDP(net)
     is_empty = any(parameter.is_meta for parameter in parameters.values())
     for parameter in parameters.values():
-        parameter.data = parameter.data.contiguous()  # as FSDP wants them
+        parameter.data = parameter.data.contiguous()  # FSDP needs contiguous parameters
     if not is_empty:
         take_rank_zero_weights(net)
         if not strategy.cpu_offload:
@@ -104,7 +104,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     elif mesh is not None:
         _say_what_is_small(net, units, mesh)
     stop_recomputing = None
-    if strategy.checkpointing:  # after blocks were cut, whose proofs compute copies of them
+    if strategy.checkpointing:  # after the division, as proofs compute copies of blocks
         inside = None if tensor_parallel is None else tensor_parallel.inside
         stop_recomputing = recompute(units, selective=strategy.checkpointing == "selective", inside=inside)
     gathered = Gathered(net)
@@ -139,7 +139,7 @@ def _ranks(shard: int | str | None, world: World) -> int:
     """Return over how many ranks a model is divided.
 
     Raises:
-        OptionError: they do not divide the ranks into groups.
+        OptionError: the ranks cannot be divided into groups of this size.
     """
     place = world.placement
     ranks = place.local_world_size if shard == "node" else shard or place.world_size
@@ -170,31 +170,31 @@ def _shard(
         "shard_placement_fn": _placement,
     }
     for unit in [*units, net]:
-        unit.register_forward_hook(after_forward)  # before FSDP's own, which lets go of the weights
-    # Of the model itself nothing hangs on a hook where its units have theirs: it stays gathered until its backward.
+        unit.register_forward_hook(after_forward)  # before FSDP's own hook, which frees the weights
+    # The root needs no hook where its units have theirs: it stays gathered until its backward.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    # Norms compute in float32 under autocast, on the CPU only with weights in it: one unit of all of them.
+    # Norms compute in float32 under autocast, on the CPU only if their weights have it, so all norms are one unit.
     for modules in [norms_of(net)] if dtype is not None else of_other_types(net, units):
         if modules:
             fully_shard(modules, **{**options, "reshard_after_forward": False})
     for unit in units:
         fully_shard(unit, mp_policy=policy, **options)
-    del options["reshard_after_forward"]  # a root alone stays gathered by itself; what says so depends on the version
+    del options["reshard_after_forward"]  # a root without units stays gathered by torch's default
     if units:
         options["reshard_after_forward"] = False
     fully_shard(net, mp_policy=policy, **options)
 
 
 def _placement(parameter: nn.Parameter) -> Shard | None:
-    """Return the dimension in which a parameter is divided, where it is not the first: that one is cut in pieces."""
+    """Return the dimension in which a parameter is divided: 1 if dimension 0 is cut in pieces, else the default."""
     return Shard(1) if isinstance(parameter, DTensor) and is_in_pieces(parameter.placements[0]) else None
 
 
 def _meshes_of_layout(world: World, strategy: FSDPStrategy) -> tuple[DeviceMesh | None, DeviceMesh]:
-    """Return the meshes over which FSDP divides, ``None`` for one rank, and over which layers are cut.
+    """Return the meshes over which FSDP divides (``None`` for one rank), and over which layers are divided.
 
     Raises:
-        OptionError: the ranks were not arranged for it as the run began.
+        OptionError: the ranks were not arranged for this when the run began.
     """
     mesh = world.layout.mesh
     names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -207,7 +207,7 @@ def _meshes_of_layout(world: World, strategy: FSDPStrategy) -> tuple[DeviceMesh 
 
 
 def arranged(world: World, strategy: FSDPStrategy) -> Layout:
-    """Arrange the ranks in groups that take the same share of the data, of consecutive ranks."""
+    """Arrange consecutive ranks in groups that take the same share of the data."""
     ranks = tensor_ranks(strategy, world)
     shares = world.placement.world_size // ranks
     mesh = mesh_over(world, (shares, ranks), ("shard", "tensor"))
@@ -215,10 +215,10 @@ def arranged(world: World, strategy: FSDPStrategy) -> Layout:
 
 
 def tensor_ranks(strategy: FSDPStrategy, world: World) -> int:
-    """Return how many ranks are one group that takes the same share of the data.
+    """Return how many ranks form a group that takes the same share of the data.
 
     Raises:
-        OptionError: the ranks, or those of a node, cannot be divided into such groups.
+        OptionError: the ranks, or those of a node, cannot be divided into groups of this size.
     """
     place, asked = world.placement, getattr(strategy, strategy.in_groups)
     ranks = place.local_world_size if asked == "node" else asked
@@ -236,10 +236,11 @@ def _said(strategy: FSDPStrategy) -> str:
 
 
 def _refuse(net: nn.Module) -> None:
-    """Refuse what the exchange of parameters would lose.
+    """Refuse a model of which something would be lost when its parameters are replaced.
 
     Raises:
-        ModelError: a parameter has a gradient hook or no dimension, a forward changes its weights, or there is none.
+        ModelError: a parameter has a gradient hook or no dimension, or the model has no forward, or one that changes
+            weights.
     """
     for name, module in net.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:

@@ -128,7 +128,7 @@ class FSDPStrategy(Strategy):
 
     @property
     def in_groups(self) -> str:
-        """The option by which ranks are groups that take the same share of the data; empty where none is."""
+        """The option that makes groups of ranks with the same share of the data; empty if none does."""
         names = ("tensor_parallel", "context_parallel")
         return next((name for name in names if getattr(self, name) is not None), "")
 
@@ -150,9 +150,9 @@ class FSDPStrategy(Strategy):
         return sharded.divided(model, world, wrapping, chosen)
 
     def _with(self, options: dict[str, Any]) -> FSDPStrategy:
-        """Return the strategy with options of one call of `wrap_model`."""
+        """Return the strategy with the options of one call of `wrap_model`."""
         own = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name != "self"]
-        known = [name for name in own if name != "backend"]  # which is of the whole run
+        known = [name for name in own if name != "backend"]  # the backend is that of the whole run
         for name in options:
             if name not in known:
                 raise OptionError(unknown_name("option of wrap_model() under fsdp", name, known))
@@ -176,7 +176,7 @@ class FSDPStrategy(Strategy):
 
         found = [*super().gradients(model), *accumulated_gradients(unwrap_model(model))]
         own = [shards.local(grad) for grad in found]
-        return list({grad.data_ptr(): grad for grad in own if grad.numel()}.values())  # of a gathered unit, both
+        return list({grad.data_ptr(): grad for grad in own if grad.numel()}.values())  # a gathered unit has both
 
     def clip(
         self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
@@ -205,7 +205,7 @@ class FSDPStrategy(Strategy):
     def give_back(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
-        # No optimizer has it, nor a model in one process.
+        # Optimizers do not have it, nor do models in one process.
         give_back = getattr(prepared.__dict__.get("_distwrap"), "give_back", None)
         if give_back is None:
             super().give_back(original, prepared, state)

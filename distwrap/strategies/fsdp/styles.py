@@ -1,6 +1,6 @@
-"""Styles of tensor parallelism: torch's own for layers; others for packed layers, attention, and what stays whole.
+"""Styles of tensor parallelism: torch's own for layers, and others for packed layers, attention and whole modules.
 
-Each says how one module's parameters lie on the ranks of a tensor-parallel group; all of them are ``DTensor``s then.
+A style places the parameters of one module on the ranks of a tensor-parallel group, as ``DTensor``s.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
@@ -27,12 +27,12 @@ _LOCAL = "_distwrap_local"
 
 
 class Running:
-    """Count of forwards that run; only inside of them modules see their parameters as this rank's plain tensors.
+    """Count of running forwards; only inside of them modules see their parameters as plain tensors of this rank.
 
     Attributes:
-        known: while a model is cut, parameters as they were, by their ids, and what became of them.
-        inside: the forward of a block that is cut, while it runs; to be entered again where it is computed again.
-        sums: whether what runs now computes with pieces, so that gradients of what is whole are summed.
+        known: while a model is divided: old and new parameters by the old one's id.
+        inside: the running forward of a divided block, which a recomputation enters again.
+        sums: whether the current work uses pieces, so that gradients of whole parameters are summed.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ class Running:
         self.depth -= 1
 
     def __bool__(self) -> bool:
-        return self.depth > 0 or in_backward()  # which computes activations again
+        return self.depth > 0 or in_backward()  # for recomputed activations
 
 
 def style_of(word: str, running: Running, *, by_sequence: bool = False) -> ParallelStyle:
-    """Return the style that a word of a plan stands for.
+    """Return the style for a word of a plan.
 
     Args:
         word: ``"colwise"``, ``"rowwise"``, ``"packed3"``, ``"heads"``, ``"gathered"``, ``"vocabulary"``, ``"whole"``.
-        running: the model's.
-        by_sequence: whether what comes in and goes out is a piece of the sequence on each rank.
+        running: the running forwards of the model.
+        by_sequence: whether inputs and outputs are pieces of the sequence.
     """
     outside = Shard(1) if by_sequence else Replicate()
     if word == "colwise":
@@ -75,13 +75,13 @@ def style_of(word: str, running: Running, *, by_sequence: bool = False) -> Paral
 
 
 def spread(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """Return this rank's piece of a tensor that every rank has; no exchange."""
+    """Return this rank's piece of a tensor that every rank has, without an exchange."""
     alike = DTensor.from_local(tensor.detach(), mesh, [Replicate()], run_check=False)
     return alike.redistribute(placements=[placement])
 
 
 def enter(tensor: torch.Tensor, mesh: DeviceMesh, comes: Placement | None = None) -> torch.Tensor:
-    """Return a tensor for ranks to compute with, each another part, so that its gradient is the sum of theirs."""
+    """Return a tensor with which each rank computes another part, so that its gradient is their sum."""
     given = DTensor.from_local(tensor, mesh, [comes or Replicate()], run_check=False)
     local: torch.Tensor = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return local
@@ -96,21 +96,21 @@ def leave(tensor: torch.Tensor, mesh: DeviceMesh, goes: Placement | None = None)
 
 
 def cut_along(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """Return this rank's piece of a tensor that every rank has; the gradients of all pieces are put together."""
+    """Return this rank's piece of a tensor that every rank has; the gradient is put together from all pieces."""
     alike = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     piece: torch.Tensor = alike.redistribute(placements=[Shard(axis)]).to_local()
     return piece
 
 
 def put_together(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """Return a tensor of which each rank has a piece; of its gradient each gets its own."""
+    """Return the whole of a tensor of which each rank has a piece; each rank gets its piece of the gradient."""
     pieces = DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False)
     whole: torch.Tensor = pieces.redistribute(placements=[Replicate()]).to_local()
     return whole
 
 
 class Whole(ParallelStyle):
-    """A module that every rank has whole, though its parameters are DTensors of the mesh as all others.
+    """Style of a module that every rank has as a whole, with parameters that are ``DTensor``s as all others.
 
     Attributes:
         sums: whether each rank's gradient comes from another part of the data.
@@ -121,15 +121,15 @@ class Whole(ParallelStyle):
         self.running, self.sums = running, sums
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return how the parameters lie that are cut."""
+        """Return the placements of the parameters that are divided."""
         return {}
 
     def picks(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-        """Return what takes out of a parameter that is whole what this rank computes with."""
+        """Return functions that pick this rank's part from whole parameters."""
         return {}
 
     def forward(self, mesh: DeviceMesh) -> Callable[..., Any] | None:
-        """Return what the module computes instead of its own forward."""
+        """Return a replacement of the module's forward."""
         return None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -153,7 +153,7 @@ class Whole(ParallelStyle):
 
 
 class Packed(Whole):
-    """A layer of several projections in one weight, as of queries, keys and values: each is cut by itself."""
+    """Style of a layer with several projections in one weight, each divided by itself, as queries, keys and values."""
 
     def __init__(self, running: Running, count: int, comes: Placement) -> None:
         super().__init__(running)
@@ -174,7 +174,7 @@ class Packed(Whole):
 
 
 class Rowwise(Whole):
-    """A layer that is cut by its inputs; its bias has one gradient on all ranks, also by pieces of a sequence."""
+    """Style of a layer divided by inputs, whose bias has one gradient on all ranks, also with sequence pieces."""
 
     def __init__(self, running: Running, goes: Placement) -> None:
         super().__init__(running, sums=goes != Replicate())
@@ -192,7 +192,7 @@ class Rowwise(Whole):
 
 
 class Attention(Whole):
-    """torch's ``nn.MultiheadAttention``, of which each rank computes some heads."""
+    """Style of an ``nn.MultiheadAttention`` of which each rank computes some heads."""
 
     def __init__(self, running: Running, comes: Placement) -> None:
         super().__init__(running)
@@ -218,10 +218,10 @@ class Attention(Whole):
 
 
 class _Local:
-    """Ways of one module to see its parameters.
+    """View of one module's parameters on this rank.
 
     Attributes:
-        summed: names of those that are whole, and whose gradients on the ranks are parts of one sum.
+        summed: names of whole parameters whose gradients are summed over the ranks.
     """
 
     def __init__(self, style: Whole, mesh: DeviceMesh, picks: dict[str, Callable[[Any], Any]]) -> None:
@@ -233,7 +233,7 @@ class _Local:
         return self
 
     def read(self, parameter: Any, name: str) -> Any:
-        """Return a parameter, in a forward as this rank's plain tensor."""
+        """Return a parameter, within a forward as a plain tensor of this rank."""
         if not self.style.running or not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
             return parameter
         found = parameter.to_local()
@@ -243,7 +243,7 @@ class _Local:
 
 
 def summed_of(module: nn.Module) -> set[str] | None:
-    """Return the names of a module's parameters whose gradients are summed, to add to; ``None`` where none can be."""
+    """Return the set of a module's parameters whose gradients are summed, or ``None`` if it cannot have any."""
     local = module.__dict__.get(_LOCAL)
     return None if local is None else local.summed
 
@@ -258,7 +258,7 @@ def _own_pieces(count: int, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.
 
 @cache
 def _localised(kind: Any, names: tuple[str, ...], has_forward: bool) -> type[nn.Module]:
-    """Return a class whose parameters are plain in a forward; as torchtitan's SimpleFSDP does it."""
+    """Return a class whose parameters are plain tensors in a forward, as torchtitan's SimpleFSDP does."""
     members: dict[str, Any] = {name: _reader(name) for name in names}
     if has_forward:
         members["forward"] = lambda module, *args, **kwargs: vars(module)[_LOCAL].forward(module, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""Tensor and sequence parallelism: blocks of a model are cut over the ranks of a group, and proven to be right.
+"""Tensor and sequence parallelism: blocks of a model are divided over the ranks of a group, and proven.
 
-What cannot be cut is whole on each rank of the group. All parameters are ``DTensor``s of the group's mesh.
+Layers that cannot be divided are whole on each rank of the group. All parameters are ``DTensor``s of its mesh.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ from distwrap.strategies.fsdp.plans import (
 from distwrap.strategies.fsdp.proof import Proof, Twins, add_summed, trial_inputs, trial_numbers
 from distwrap.strategies.fsdp.styles import Running, cut_along, put_together, style_of, summed_of
 
+<<<<<<< HEAD
 silence_redistribution()
+=======
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # warns at each clip
+>>>>>>> b
 
 Thing = TypeVar("Thing")
 
@@ -46,19 +50,19 @@ _ALONE = ("gathered", "vocabulary")
 
 
 class TensorParallel:
-    """A model whose blocks are cut over the ranks of a group; its ``repr`` is a table of how.
+    """Model whose blocks are divided over the ranks of a group; its ``repr`` is a table of the division.
 
     Args:
-        net: the user's model, whole, which is changed in place.
-        mesh: of the group.
-        plan: of the strategy.
-        by_sequence: whether what is not cut computes with pieces of the sequence.
-        shares: by how many ranks FSDP divides what is cut.
+        net: the user's whole model, which is changed in place.
+        mesh: the mesh of the group.
+        plan: the plan of the strategy.
+        by_sequence: whether the other layers compute with pieces of the sequence.
+        shares: the number of ranks over which FSDP divides the parts.
 
     Attributes:
-        running: the forwards of the model.
-        rows: of the table: modules, their class, how they are cut, shapes, and shapes on a rank.
-        names: of the blocks that are cut.
+        running: the running forwards of the model.
+        rows: the rows of the table: modules, class, division, shapes, and shapes on a rank.
+        names: the names of the divided blocks.
     """
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan, *, by_sequence: bool, shares: int) -> None:
@@ -76,11 +80,11 @@ class TensorParallel:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile may compile it, which would draw one mask of dropout for the pieces of all ranks."""
+        """Whether torch.compile may compile it, which would draw one dropout mask for the pieces of all ranks."""
         return not any(may_draw(self._net.get_submodule(name)) for name in self.names)
 
     def watch(self, name: str, look: Callable[[Any], object]) -> None:
-        """Call a function with the arguments of one of the model's modules as its forward begins."""
+        """Call a function with the arguments of a module's forward when it begins."""
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.compiler.is_compiling() and not in_backward():
@@ -90,11 +94,11 @@ class TensorParallel:
         self._undo.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
 
     def inside(self) -> Pieces | None:
-        """Return in what the forward of a block runs, while one does."""
+        """Return the context of a block's running forward, or ``None``."""
         return self.running.inside
 
     def undo(self) -> None:
-        """Take off what is not found by looking at the modules: proofs, numbers of heads, pieces of sequences."""
+        """Undo all changes that cannot be seen on the modules: proofs, numbers of heads, pieces of sequences."""
         for undo in reversed(self._undo):
             undo()
 
@@ -131,7 +135,7 @@ class TensorParallel:
         groups: dict[str, list[list[Cuts]]] = {}
         for name, module in net.named_modules():
             if holds_blocks(module, blocks):
-                continue  # what is between its own layers is more than a step
+                continue  # more than a function is between its own layers
             for ways, why in guesses(module, ranks):
                 fit = [way for way in ways if self._fits(module, way, shared)]
                 if not fit:
@@ -169,7 +173,7 @@ class TensorParallel:
         return True
 
     def _tried(self, unit: str, groups: list[list[Cuts]]) -> tuple[Cuts, list[tuple[str, str]]]:
-        """Return what of a block can be cut, as far as that can be tried without data."""
+        """Return the parts of a block that can be divided, as far as a trial without data shows."""
         block, device = self._net.get_submodule(unit), self._mesh.device_type
         kind = widest(current_world().device)
         first = next(part for part in block.modules() if hasattr(part, "in_features") or hasattr(part, "embed_dim"))
@@ -231,21 +235,21 @@ class TensorParallel:
             self._undo.append(proof.end)
 
     def _says(self, name: str) -> str:
-        """Return what a user can do where a block is not right when it is cut."""
+        """Return advice for a block that is not right when it is divided."""
         says = f"Say plan={{…}} with other styles, or 'whole' of the layers in {general(name)!r}"
         return f"{says}, or leave sequence_parallel out." if self._by_sequence else f"{says}."
 
     def _case(self, block: nn.Module, args: Any, kwargs: Any) -> Hashable:
-        """Return what a proof holds for, of arguments of a block; ``None`` where nothing is to be proven."""
+        """Return the case of a proof for a block's arguments, or ``None`` if nothing has to be proven."""
         return True
 
     def _cut(self, module: nn.Module, cuts: Cuts, undo: list[Callable[[], object]]) -> None:
-        """Cut a block in place, or its twin."""
+        """Divide a block, or its twin, in place."""
         for (name, attribute), value in cuts.numbers.items():
             holder = module.get_submodule(name)
             undo.append(_setting(holder, attribute, getattr(holder, attribute)))
             setattr(holder, attribute, value)
-        gathers = set[str]()  # parts that take a whole sequence, though their block has a piece of it
+        gathers = set[str]()  # parts that need a whole sequence in a block with a piece
         for name, word in cuts.words.items():
             part, owner = module.get_submodule(name), name.rpartition(".")[0]
             if owner and word not in ("rowwise", "heads"):
@@ -256,7 +260,7 @@ class TensorParallel:
             parallelize_module(part, self._mesh, style, src_data_rank=None)
             if word == "colwise" or word.startswith("packed"):
                 undo.append(part.register_forward_hook(lambda part, args, output: mark(output)).remove)
-            if word == "heads":  # without a hook torch would take a short cut around the forward
+            if word == "heads":  # without a hook torch may bypass the forward
                 undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
         for at, part in module.named_modules():
             own = [value for value in own_parameters(part).values() if value is not None]
@@ -293,7 +297,7 @@ class TensorParallel:
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
         if self._inside and (pieces := self._inside.pop()) is not None:
             pieces.__exit__(None, None, None)
-            if pieces.draws and output is not None:  # there was no exception
+            if pieces.draws and output is not None:  # without an exception
                 self._common.end()
 
     def _divide_sequence(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -309,7 +313,7 @@ class TensorParallel:
         return ((piece, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): piece})
 
     def _gather_sequence(self, part: nn.Module, args: Any) -> Any:
-        if args[0].dim() < 3 or args[0].shape[1] != self._piece:  # as words that a router has chosen
+        if args[0].dim() < 3 or args[0].shape[1] != self._piece:  # as words chosen by a router
             raise ModelError(
                 f"sequence_parallel=True: {type(part).__name__} got a tensor of shape {tuple(args[0].shape)}, "
                 f"not a sequence of which each rank has {self._piece} words. Leave sequence_parallel out."
@@ -345,7 +349,7 @@ def _setting(owner: nn.Module, attribute: str, value: Any) -> Callable[[], None]
 
 
 def kind_of(block: nn.Module) -> str:
-    """Return what blocks have in common that compute the same with other numbers."""
+    """Return a text that is equal for blocks with the same computation, whatever their numbers."""
     plain = (int, float, str, bool, tuple, type(None))
     settings = [
         sorted((name, value) for name, value in vars(part).items() if isinstance(value, plain) and name != "training")
@@ -377,7 +381,7 @@ def _below(prefix: str, cuts: Cuts) -> Cuts:
 def _outermost(
     units: dict[str, Thing], join: Callable[[Thing, Thing], Thing], move: Callable[[str, Thing], Thing]
 ) -> dict[str, Thing]:
-    """Return units with those inside of others made part of these."""
+    """Return units in which inner units have become part of outer ones."""
     found: dict[str, Thing] = {}
     for unit, thing in units.items():
         outer = min((other for other in units if _is_inside(unit, other)), key=len)
@@ -387,11 +391,11 @@ def _outermost(
 
 
 def statistics_of(block: nn.Module) -> str:
-    """Return why a block cannot compute pieces of sequences, which no proof sees: of what its norms take statistics."""
+    """Return why a block's norms forbid pieces of sequences, which no proof would find, or an empty text."""
     norms = [type(part).__name__ for part in block.modules() if getattr(part, "running_mean", None) is not None]
     return f"holds a {norms[0]}, whose statistics would be of a piece of the sequence on each rank" if norms else ""
 
 
 def general(name: str) -> str:
-    """Return the name of a module with any number in the place of its own."""
+    """Return the name of a module with its numbers replaced by ``*``."""
     return re.sub(r"\b\d+\b", "*", name) or "the model"

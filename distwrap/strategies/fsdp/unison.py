@@ -1,7 +1,7 @@
-"""The exchanges of a divided model are those of all ranks: where ranks would exchange unlike things, that is an error.
+"""Check that all ranks of a divided model make the same exchanges, so that a mismatch is an error.
 
-Which exchange comes next is foreseen from those before, by the same rule on all ranks. As long as it comes, nothing
-is asked. A rank with another one to make tells it, and sees before it begins that those beside it make the same one.
+All ranks predict the next exchange by one rule from those before. While predictions hold, nothing is compared. A rank
+with another exchange publishes it, and checks before it starts that its neighbours make the same one.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.strategies.alignment import ASK_SECONDS, PAUSE_SECONDS, Alignments
 
-Exchange = tuple[int, int]  # the number of a unit; whose gradients are averaged, as bits, -1: weights are gathered
+Exchange = tuple[int, int]  # the unit; a bit mask of averaged gradients, or -1: weights are gathered
 
-_END: Exchange = (-1, -1)  # of a forward and its backward
-STUCK_SECONDS = 4.0  # in which a rank has stood in one collective, which waits for others
-_KNOWN = 10_000  # sequences of exchanges, after which they are learnt anew
+_END: Exchange = (-1, -1)  # the end of a forward and its backward
+STUCK_SECONDS = 4.0  # for which a stuck rank has waited in one collective
+_KNOWN = 10_000  # most sequences of exchanges to remember
 
 
 class Unison:
-    """The exchanges of one model on this rank.
+    """Exchanges of one model on this rank.
 
     Args:
-        model: its name, for messages.
-        units: names of the parameters of each unit.
-        does: what a rank does with them, where it averages no gradients.
+        model: the name of the model, for messages.
+        units: the names of the parameters of each unit.
+        does: the verb for an exchange that averages no gradients.
 
     Attributes:
-        turn: how many forwards have begun.
-        count: exchanges in the one at hand, and its backward, that have begun.
+        turn: the number of forwards that have begun.
+        count: the number of exchanges begun in the current forward and its backward.
     """
 
     def __init__(self, model: str, units: list[list[str]], does: str = "gathers") -> None:
         self._model, self._units, self._does = model, units, does
         self._all = current_world().part(Alignments)
-        self.turn = self.count = 0  # before the channel's thread can look
+        self.turn = self.count = 0  # before the channel's thread can read it
         self._key = self._all.add(self)
         self._noted: list[list[object]] = []
         self.forget()
 
     def forget(self) -> None:
-        """Foresee nothing, after an exception, which may have come on each rank elsewhere."""
+        """Forget all predictions after an exception, which may have come at another place on each rank."""
         self._after_all: dict[int, Exchange] = {}
         self._after_last: dict[Exchange, Exchange] = {}
         self._context = self._sequence = 0
@@ -55,7 +55,7 @@ class Unison:
         """Note that a forward begins, and whether its backward averages gradients.
 
         Raises:
-            ModelError: another rank is still to make an exchange of the forward before it.
+            ModelError: another rank has still an exchange of the previous forward to make.
         """
         if not self._is_new:
             self.exchange(*_END)
@@ -79,11 +79,11 @@ class Unison:
         self.count += 1
 
     def _compare(self, now: Exchange, foreseen: Exchange | None) -> None:
-        """Wait until the ranks beside this one make their exchange at the same place, and see that it is this one."""
+        """Wait until the neighbouring ranks reach this place, and check that they make this exchange."""
         channel, place = self._all.world.channel, self._all.world.placement
         if channel is None:
             return
-        # Those beside wait for this rank too, and so are at most one further.
+        # The neighbours wait for this rank too, so they are at most one exchange ahead.
         self._noted = [*self._noted[-1:], [[self.turn, self.count], now, self._words(now)]]
         channel.note(self._key, json.dumps(self._noted))
         with self._all.waiting_at(self._key, self):
@@ -93,7 +93,7 @@ class Unison:
                     self._refuse(now, other, words)
 
     def _of(self, other: int, now: Exchange) -> tuple[Exchange, str] | None:
-        """Return what another rank has told of its exchange at this place; ``None`` where it made the foreseen one."""
+        """Return the exchange that another rank published for this place; ``None`` if it made the predicted one."""
         channel, here = self._all.world.channel, [self.turn, self.count]
         assert channel is not None
         asked_at, is_past, there = time.monotonic(), False, ("", time.monotonic())

@@ -1,4 +1,4 @@
-"""Units of a model that is divided: the parts of it that are gathered, used and let go of together, and their type."""
+"""Units of a divided model: the modules that are gathered, used and freed together, and their types."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def check_wrap(wrap: object) -> None:
-    """Refuse what chooses no units.
+    """Refuse a value that does not choose units.
 
     Raises:
-        OptionError: it is neither "auto", nor names of classes, nor a number of parameters, nor a function.
+        OptionError: it is not "auto", names of classes, a number of parameters, or a function.
     """
     names = [wrap] if isinstance(wrap, str) else wrap
     is_number = isinstance(wrap, int) and not isinstance(wrap, bool) and wrap > 0
@@ -36,19 +36,19 @@ def check_wrap(wrap: object) -> None:
 
 
 def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
-    """Return the modules that are units, those inside of others first; the model itself is one in any case.
+    """Return the modules that are units, with inner ones first; the model itself always is one.
 
     Args:
-        model: the user's.
-        wrap: ``"auto"``: the blocks of each list of alike blocks but experts, and what else is as large; names of
-            classes; the number of parameters from which a module is a unit, if none inside it is; or a function.
+        model: the user's model.
+        wrap: ``"auto"``: blocks of each list of alike blocks, except experts, and other modules as large; names of
+            classes; the number of parameters from which a module is a unit, unless it has a unit inside; or a function.
 
     Raises:
-        ModelError: no module is chosen, or one that shares a weight with modules outside of it.
+        ModelError: no module is chosen, or one shares a weight with modules outside of it.
     """
     named = [(name, module) for name, module in model.named_modules() if name and _count(module)]
     if wrap == "auto":
-        # Of experts each rank's data choose some: they are gathered with what they are in, on all ranks.
+        # Each rank's data choose other experts, so experts are gathered on all ranks with the module around them.
         lists = [part for name, part in named if "expert" in name.rpartition(".")[2] and isinstance(part, _LISTS)]
         experts = {id(inner) for part in lists for inner in part.modules()}
         chosen = [block for block in alike_blocks(model) if id(block) not in experts]
@@ -78,13 +78,13 @@ def norms_of(net: nn.Module) -> list[nn.Module]:
 
 
 def of_other_types(net: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the modules whose weights are of another type than most in their unit, by types: no unit mixes them.
+    """Return modules whose weights have another type than most in their unit, since a unit has one type.
 
     Raises:
-        ModelError: a module has weights of two types itself, or a unit that is one module with others inside.
+        ModelError: one module has weights of two types.
     """
     holder: dict[int, nn.Module] = {}
-    for unit in (net, *reversed(units)):  # those that hold others first
+    for unit in (net, *reversed(units)):  # outer ones first
         holder.update((id(part), unit) for part in unit.modules())
     trained = [
         (name, part, dtype, sum(p.numel() for p in part.parameters(recurse=False) if p.requires_grad))
@@ -108,7 +108,7 @@ def of_other_types(net: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.M
 
 
 def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:
-    """Return the type in which autocast multiplies weights, if it is to: they are gathered in it then."""
+    """Return the type of autocast if weights are gathered in it, else ``None``."""
     kind = in_precision.device.type
     with in_precision.context():
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -119,7 +119,7 @@ def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None
 def _asked_for(named: Sequence[tuple[str, nn.Module]], wrap: Wrap) -> list[nn.Module]:
     if isinstance(wrap, int):
         chosen: list[nn.Module] = []
-        for _, module in reversed(named):  # those inside of others first
+        for _, module in reversed(named):  # inner ones first
             inside = {id(part) for part in module.modules()}
             rest = _count(module) - sum(_count(unit) for unit in chosen if id(unit) in inside)
             if rest >= wrap and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -145,9 +145,9 @@ def _asked_for(named: Sequence[tuple[str, nn.Module]], wrap: Wrap) -> list[nn.Mo
 
 
 def alike_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of each list in which most are of one class and have weights.
+    """Return the blocks of each list in which most entries have one class and weights.
 
-    What is inside of a block belongs to it, as its layers; but for lists of blocks, as of a stage's.
+    Modules inside of a block belong to it, except lists of blocks, as in a stage.
     """
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -165,7 +165,7 @@ def alike_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _shared_outside(model: nn.Module, unit: nn.Module) -> str:
-    """Return the name of a weight of a unit that modules outside of it have too; empty where there is none."""
+    """Return the name of a unit's weight that modules outside of it share, or an empty text."""
     inside = {id(part) for part in unit.modules()}
     own = {id(parameter): name for name, parameter in unit.named_parameters()}
     others = (part for part in model.modules() if id(part) not in inside)

@@ -1,4 +1,4 @@
-"""Peers that average by hivemind, and may come and go; the package is imported where a model is wrapped."""
+"""Peers that average with hivemind, and may come and go; the package is imported when a model is wrapped."""
 
 from distwrap.strategies.hivemind.optimizer import global_steps as global_steps
 from distwrap.strategies.hivemind.strategy import HivemindStrategy as HivemindStrategy

@@ -1,4 +1,4 @@
-"""Processes that hivemind forks, tied to the rank: they end with it, however that ends, and leave no file behind."""
+"""Processes that hivemind forks, which end with the rank, however that ends, and leave no files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from distwrap import locked_folder
 from distwrap._internals.hivemind import put_sockets_in
 from distwrap._internals.python import multiprocessing_settings
 
-_KIND = "peer"  # of temporary folders; short, as names of sockets are limited
+_KIND = "peer"  # in names of temporary folders; short, since socket names are limited
 _ROOM = 107 - len("/distwrap-peer-12345678/p2pclient-12345678901.sock")
-_KEY = "tempdir"  # where multiprocessing keeps the name of its folder of sockets
-_GUARD = 'cat > /dev/null; rm -rf -- "$0"'  # whose input ends as the rank does
+_KEY = "tempdir"  # key of multiprocessing's folder of sockets
+_GUARD = 'cat > /dev/null; rm -rf -- "$0"'  # its input ends with the rank
 _GUARD_SECONDS = 5.0
 
 _is_forking = threading.local()
 
 
 class SocketFolder:
-    """Folder of the sockets of hivemind's processes, which goes when this process ends, also where that is killed."""
+    """Folder of the sockets of hivemind's processes, which is removed when this process ends or is killed."""
 
     def __init__(self) -> None:
         place = os.environ.get("TMPDIR", "/tmp")
@@ -42,30 +42,30 @@ class SocketFolder:
         self._before = put_sockets_in(f"/unix{self.path}/")
         self._settings = multiprocessing_settings()
         self._is_multiprocessings = self._settings.get(_KEY) is None
-        if self._is_multiprocessings:  # which would leave a folder of its own where this process is killed
+        if self._is_multiprocessings:  # else a killed process would leave multiprocessing's folder
             self._settings[_KEY] = str(self.path)
 
     def remove(self) -> None:
-        """Remove the folder, and end the process that would."""
+        """Remove the folder, and end its guard process."""
         put_sockets_in(self._before)
         if self._is_multiprocessings:
             self._settings[_KEY] = None
-            resource_sharer.stop(_GUARD_SECONDS)  # which has its socket there, and would complain as the process ends
+            resource_sharer.stop(_GUARD_SECONDS)  # its socket is there, and it would complain at the end
         locked_folder.remove(self.path)
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         try:
             self._guard.wait(_GUARD_SECONDS)
-        except subprocess.TimeoutExpired:  # a fork of this process holds the pipe on
+        except subprocess.TimeoutExpired:  # a fork of this process holds the pipe open
             self._guard.kill()
             self._guard.wait()
 
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """Let hivemind fork its processes within a ``with``: from a daemonic process too, and by whatever start method.
+    """Let hivemind fork its processes within a ``with``, also from a daemonic process, with any start method.
 
-    hivemind also leaves this process deaf to Ctrl-C, which is mended here.
+    hivemind also makes this process ignore Ctrl-C, which is undone here.
     """
     _tie_forks()
     me, method = multiprocessing.current_process(), multiprocessing.get_start_method(allow_none=True)
@@ -94,13 +94,13 @@ def _note_parent() -> None:
 
 
 def _in_fork() -> None:
-    """Let a process that hivemind has forked end with the one that has forked it."""
+    """End a process forked by hivemind together with its parent."""
     if not getattr(_is_forking, "here", False):
         return
     _is_forking.here = False
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # hivemind ends by it what does not end by itself
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # hivemind uses it for processes that do not end
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _is_forking.parent:  # which ended meanwhile
+    if os.getppid() != _is_forking.parent:  # the parent has ended meanwhile
         os._exit(1)

@@ -1,7 +1,7 @@
-"""An optimizer of the user's that steps with peers: its step counts samples, and now and then is a global step.
+"""Optimizer of the user's that steps with peers: its step counts samples, and sometimes is a global step.
 
-hivemind goes on with a rank's own gradients where a round of averaging fails, and only its log knows. So each round is
-looked at: how many peers it had, and whether the other ranks of this run were among them.
+If a round of averaging fails, hivemind continues with a rank's own gradients, and only its log shows it. So each round
+is checked: how many peers it had, and whether the other ranks of this run took part.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from distwrap.strategies.optimizer_share import refuse_whole
 from distwrap.strategies.windows import Windows
 
 _REFRESH = {"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refresh_period": 2.0}
-_PROGRESS_SECONDS = 30.0  # for which a peer that was killed still counts
+_PROGRESS_SECONDS = 30.0  # for which a killed peer still counts
 _LOOK_SECONDS = 0.05
-_OVERSHOOT = 2.0  # times the target, from which on it is worth a word
+_OVERSHOOT = 2.0  # times the target, above which a line is printed
 
 
 class Collaboration:
-    """An optimizer of one run with its peers, made on all ranks together.
+    """Optimizer of a run with its peers, made by all ranks together.
 
     Attributes:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         hivemind: hivemind's optimizer around it.
-        changes: how many times its step has changed the weights.
+        changes: the number of steps that have changed the weights.
     """
 
     def __init__(self, optimizer: Optimizer, world: World, options: HivemindOptions, number: int) -> None:
@@ -52,7 +52,7 @@ class Collaboration:
         self.key = options.run_id if number == 1 else f"{options.run_id}_{number}"
         self.target, self._batch_size = options.target(world.placement.world_size), options.require_batch_size()
         self._own_step: Callable[..., Any] = optimizer.step
-        self._was_replaced = "step" in optimizer.__dict__  # as by a scheduler
+        self._was_replaced = "step" in optimizer.__dict__  # for example by a scheduler
         self.users = UserOptimizer(optimizer, self._own_step)
         self.parameters = list(parameters_of(optimizer).values())
         self._held = parameters_of(optimizer).keys()
@@ -62,7 +62,7 @@ class Collaboration:
         self.is_over = False
         place, joins = world.placement, bool(options.initial_peers)
         if joins and place.rank > 0:
-            broadcast(None)  # rank 0 has taken a peer's weights, and no other rank's, by then
+            broadcast(None)  # only then has rank 0 taken the weights of a peer, and not of another rank
         self.hivemind = self._made()
         self.rounds = Rounds(self.hivemind, self.users, self._peers, world, options)
         if joins and place.rank == 0:
@@ -75,17 +75,17 @@ class Collaboration:
 
     @property
     def changes(self) -> int:
-        """Number of times that its step has changed the weights."""
+        """The number of steps that have changed the weights."""
         return self.users.steps
 
     @property
     def here(self) -> str:
-        """This rank, in words."""
+        """A name of this rank, for messages."""
         return self._peers.here
 
     @property
     def pending(self) -> int:
-        """Samples of this rank since the last global step."""
+        """The number of samples of this rank since the last global step."""
         return int(self.hivemind.local_progress.samples_accumulated)
 
     @property
@@ -95,16 +95,16 @@ class Collaboration:
 
     @property
     def round_seconds(self) -> float:
-        """Limit of a round."""
+        """The time limit of a round."""
         return self._options.averaging_seconds
 
     @property
     def epoch(self) -> int:
-        """Number of global steps, of this rank and of the peers whose weights it has taken over."""
+        """The number of global steps of this rank, and of the peers whose weights it has taken over."""
         return int(self.hivemind.local_epoch)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Count the samples of a step; where all peers have enough of them, average and step."""
+        """Count the samples of a step; if all peers have enough, average and step."""
         if self.is_over:
             return self._own_step() if closure is None else self._own_step(closure)
         self._world.part(Windows).refuse_half(self.optimizer)
@@ -114,12 +114,12 @@ class Collaboration:
                 "wrap_optimizer(), and peers average only those of then. Add groups before wrap_optimizer() is called."
             )
         if closure is None and all(parameter.grad is None for parameter in self.parameters):
-            return None  # as any optimizer does without gradients
+            return None  # as any optimizer without gradients
         self.samples += self._batch_size
         return self._go_on(closure, self._batch_size)
 
     def assist(self) -> None:
-        """Take part in what is due, without samples of one's own."""
+        """Take part in a due round without samples of this rank."""
         if self.is_due:
             self._go_on(None, 0)
 
@@ -130,7 +130,7 @@ class Collaboration:
         return bool(tracker.ready_to_update_epoch) and tracker.global_progress.samples_accumulated > 0
 
     def close(self) -> None:
-        """End hivemind's processes, and give the optimizer its own step back."""
+        """End hivemind's processes, and restore the optimizer's own step."""
         if self.is_over:
             return
         self.is_over = True
@@ -144,7 +144,7 @@ class Collaboration:
         return [each.data for each in (*self.parameters, *self._buffers())]
 
     def take_position(self, state: dict[str, Any], epoch: int) -> None:
-        """Take the state of the optimizer, and the count of global steps, of a peer whose weights are here."""
+        """Load a peer's optimizer state and count of global steps; its weights are already here."""
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         self.hivemind.state_averager.local_epoch = epoch
         self.hivemind.tracker.report_local_progress(epoch, samples_accumulated=0)
@@ -155,7 +155,7 @@ class Collaboration:
         from hivemind.optim.grad_averager import GradientAverager
 
         options = self._options
-        # hivemind: shorter than the time for which a peer looks for others, or they may wait for each other.
+        # This must be shorter than the time in which a peer looks for others, or they may wait for each other.
         request = min(3.0, options.matchmaking_seconds * 0.6)
         how: dict[str, Any] = {}
         if not options.local_updates:
@@ -174,7 +174,7 @@ class Collaboration:
                 load_state_timeout=options.averaging_seconds,
                 average_state_every=options.average_state_every,
                 use_local_updates=options.local_updates,
-                delay_state_averaging=False,  # else a global step may come between a mean and its use, and be lost
+                delay_state_averaging=False,  # a delayed mean may overwrite a global step
                 averager_opts={"initialize_optimizer": False, "request_timeout": request},
                 extra_tensors=self._buffers(),
                 tracker_opts={**_REFRESH, "metadata_expiration": _PROGRESS_SECONDS},
@@ -196,7 +196,7 @@ class Collaboration:
                 )
 
     def _take_over(self) -> None:
-        """Take a peer's weights, before the first step of a run that joins others.
+        """Take a peer's weights before the first step of a run that joins others.
 
         Raises:
             LaunchError: no peer has given them.
@@ -215,7 +215,7 @@ class Collaboration:
         say(f"hivemind: took the weights, and the optimizer's state, of a peer after global step {self.epoch}")
 
     def _share_start(self, joins: bool) -> None:
-        """Give every rank rank 0's weights, and its state and count where these are a peer's."""
+        """Give every rank the weights of rank 0, with optimizer state and count if they are a peer's."""
         with torch.no_grad():
             for own in self.tensors():
                 own.copy_(broadcast(own))
@@ -224,14 +224,14 @@ class Collaboration:
             self.take_position(state, epoch)
 
     def _see_progress(self) -> None:
-        """Wait until each rank counts the others: hivemind hears of a peer with its first step, or some time later.
+        """Wait until each rank counts the others: hivemind learns of a peer with its first step or later.
 
         Raises:
-            LaunchError: on all ranks, says who does not hear of others.
+            LaunchError: a rank does not; raised on all ranks.
         """
         size, tracker = self._world.placement.world_size, self.hivemind.tracker
         deadline, epoch = time.monotonic() + self._options.peer_seconds, self.epoch
-        tracker.report_local_progress(epoch, samples_accumulated=1)  # none are not told
+        tracker.report_local_progress(epoch, samples_accumulated=1)  # zero samples are not reported
         while (count := tracker.global_progress.num_peers) < size and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         counts = gather_object(count)
@@ -275,14 +275,14 @@ class Collaborations(RunPart):
         self._handle = register_optimizer_step_pre_hook(self._refuse_alone)
 
     def add(self, optimizer: Optimizer, options: HivemindOptions) -> None:
-        """Let an optimizer step with peers from now on; every rank calls it. Once is enough."""
+        """Let an optimizer step with peers from now on; every rank calls it, and repeated calls do nothing."""
         if optimizer not in self._of:
             made = Collaboration(optimizer, self._world, options, self._world.count("hivemind optimizer"))
             self._of[optimizer] = made
             self._made.append(made)
 
     def of(self, optimizer: Optimizer) -> Collaboration | None:
-        """Return what steps an optimizer with peers."""
+        """Return the collaboration of an optimizer, or ``None``."""
         return self._of.get(optimizer)
 
     def consolidate(self, net: nn.Module) -> None:
@@ -301,7 +301,7 @@ class Collaborations(RunPart):
         self._world.part(Peers).close()
 
     def settle(self) -> None:
-        self.conclude()  # where no launcher of ours has run the function
+        self.conclude()  # needed if none of distwrap's launchers runs the function
 
     def close(self) -> None:
         self._handle.remove()
@@ -332,9 +332,9 @@ class Collaborations(RunPart):
 
 
 def global_steps(optimizer: Optimizer) -> int:
-    """Return how many global steps an optimizer has taken with its peers; 0 for one that has none.
+    """Return how many global steps an optimizer has taken with its peers; 0 without peers.
 
-    It is the number to count a schedule or a training by, as peers take local steps at different rates.
+    Use it to count a schedule or a training, since peers take local steps at different rates.
 
     Example:
         >>> global_steps(torch.optim.SGD([torch.zeros(1)], lr=0.1))

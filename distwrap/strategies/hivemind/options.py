@@ -1,4 +1,4 @@
-"""Options of `HivemindStrategy`, checked before any process starts."""
+"""Options of `HivemindStrategy`, checked before a process starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ADDRESS = Check(
 
 
 def _peers(name: str, value: Any) -> tuple[str, ...]:
-    """Return addresses of peers, made plain."""
+    """Return addresses of peers as a tuple of texts."""
     if isinstance(value, str):
         raise OptionError(f"{name}={value!r}: give a list of addresses, as [{value!r}].")
     if not isinstance(value, Sequence):
@@ -40,7 +40,7 @@ def _peers(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class HivemindOptions:
-    """Options of the strategy; their meaning is in `HivemindStrategy`."""
+    """Options of the strategy, which `HivemindStrategy` explains."""
 
     target_batch_size: int | None = option(None, either(None, whole(1)))
     batch_size: int | None = option(None, either(None, whole(1)))
@@ -90,10 +90,10 @@ class HivemindOptions:
             )
 
     def require_batch_size(self) -> int:
-        """Return the samples of a step.
+        """Return the number of samples of a step.
 
         Raises:
-            OptionError: nobody has said.
+            OptionError: `batch_size` was not given.
         """
         if self.batch_size is None:
             raise OptionError(
@@ -104,6 +104,6 @@ class HivemindOptions:
         return self.batch_size
 
     def target(self, world_size: int) -> int:
-        """Return the samples of all peers after which the weights change: by default, of a step of each rank."""
+        """Return the samples of all peers after which the weights change; by default one step of each rank."""
         batch_size = self.require_batch_size()
         return batch_size * world_size if self.target_batch_size is None else self.target_batch_size

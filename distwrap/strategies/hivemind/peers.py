@@ -1,6 +1,6 @@
-"""Ranks of a run as peers of hivemind: each has a table of its own (a DHT), and must see the others in it.
+"""Ranks of a run as peers of hivemind: each has a distributed hash table (DHT), and must see the others in it.
 
-hivemind itself does not mind: peers that do not find each other train apart, and nobody is told.
+hivemind does not check this: peers that do not find each other would silently train apart.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from distwrap.strategies.hivemind.options import HivemindOptions
 from distwrap.wording import first_line, named_ranks
 
 _TRIES = 3
-_START_SECONDS = 20.0  # of a try; hivemind's own process takes half a second
+_START_SECONDS = 20.0  # of an attempt; hivemind's own process takes half a second
 _GOODBYE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
-_MEMBER_SECONDS = 24 * 3600.0  # for which others can read how a run trains, unless it ends before
+_MEMBER_SECONDS = 24 * 3600.0  # for which others can read a run's settings, unless it ends
 _LOOPBACK = {"nat_port_map": False, "auto_nat": False, "use_relay": False}
 
 
 class Peers(RunPart):
-    """This rank's table of peers, from the first model of a run to its end.
+    """DHT of this rank, from the first model of a run to its end.
 
     Attributes:
-        dht: hivemind's, once there is one.
-        ids: the peer of each rank of this run, by hivemind's names of them.
-        options: of the strategy that has started it.
+        dht: hivemind's DHT, once it exists.
+        ids: hivemind's peer ids of the ranks of this run.
+        options: the options of the strategy that has started it.
     """
 
     dht: Any = None
@@ -50,15 +50,15 @@ class Peers(RunPart):
 
     @property
     def here(self) -> str:
-        """This rank, in words."""
+        """A name of this rank, for messages."""
         return f"rank {self._world.placement.rank} on {socket.gethostname()}"
 
     def start(self, options: HivemindOptions) -> None:
-        """Start this rank's peer, and see the others; every rank calls it, and the first call counts.
+        """Start this rank's peer, and wait for the others; every rank calls it, and later calls do nothing.
 
         Raises:
-            OptionError: another model of this run asked for other peers.
-            LaunchError: hivemind did not start, or a rank is not seen by another.
+            OptionError: another model of this run has other options.
+            LaunchError: hivemind did not start, or a rank does not see another.
             ModelError: called in another thread than the main one.
         """
         if self.dht is not None:
@@ -72,7 +72,7 @@ class Peers(RunPart):
             raise ModelError(f"{self.here}: hivemind's processes must be started in the main thread of a process.")
         self.options = options
         with forking():
-            import hivemind  # within, so that its locks are those of a fork
+            import hivemind  # within forking(), so that its locks are those of fork
         if not options.verbose and "HIVEMIND_LOGLEVEL" not in os.environ:
             logging.getLogger("hivemind").setLevel(logging.CRITICAL)
         self._folder = SocketFolder()
@@ -88,7 +88,7 @@ class Peers(RunPart):
         self._tell_others(first)
 
     def _started(self, hivemind: Any, initial_peers: Any) -> Any:
-        """Return a running table, which is tried a few times."""
+        """Return a running DHT, after a few attempts."""
         options, errors = self.options, list[str]()
         inside = self._world.placement.nnodes == 1 and not options.initial_peers
         host = {"auto": "127.0.0.1" if inside else "0.0.0.0", "loopback": "127.0.0.1"}.get(options.host, options.host)
@@ -119,10 +119,10 @@ class Peers(RunPart):
         )
 
     def _see_each_other(self) -> None:
-        """Wait until this rank's table has all ranks.
+        """Wait until this rank's DHT has all ranks.
 
         Raises:
-            LaunchError: on all ranks, says who sees whom.
+            LaunchError: a rank does not see another; raised on all ranks.
         """
         place, options = self._world.placement, self.options
         if place.world_size == 1:
@@ -164,15 +164,15 @@ class Peers(RunPart):
     # Other runs
 
     def meet_members(self, key: str, how: list[Any]) -> None:
-        """Tell peers of other runs how this one trains, and see that those who are there train alike.
+        """Publish this run's settings for peers of other runs, and check that theirs are the same.
 
         Args:
-            key: of what is trained.
-            how: the numbers that must be alike, with words for them.
+            key: a key for what is trained.
+            how: the settings that must be the same.
 
         Raises:
-            LaunchError: this run was to join others, and finds nobody who trains this.
-            ModelError: they train otherwise.
+            LaunchError: this run should join others, and finds no peer that trains this.
+            ModelError: they have other settings.
         """
         from hivemind.utils import get_dht_time
 
@@ -200,15 +200,15 @@ class Peers(RunPart):
         self._within(self.dht.store(self._member_key, how, expires, subkey=str(self.dht.peer_id), return_future=True))
 
     def _entries(self, key: str) -> list[tuple[Any, Any]]:
-        """Return what the table has under a key, by sub-keys."""
+        """Return the DHT's entries under a key, with their sub-keys."""
         found = self._within(self.dht.get(key, latest=True, return_future=True))
         values = getattr(found, "value", None)
         items = values.items() if isinstance(values, dict) else ()
         return [(name, item.value) for name, item in items if item.value is not None]
 
     def _within(self, future: Any) -> Any:
-        """Return what a future of hivemind's brings in the time that peers have; ``None`` where that fails."""
-        with contextlib.suppress(Exception):  # it is tried again, or told by what is missing
+        """Return the result of one of hivemind's futures within `peer_seconds`, or ``None`` if it fails."""
+        with contextlib.suppress(Exception):  # it is tried again, or the missing entry is reported
             return future.result(self.options.peer_seconds)
         return None
 
@@ -237,7 +237,7 @@ class Peers(RunPart):
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Go on where hivemind fails to end by itself: what is left of it is killed."""
+    """Suppress errors while hivemind ends; what is left of it is killed."""
     with contextlib.suppress(Exception):
         yield
 

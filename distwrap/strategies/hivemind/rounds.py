@@ -1,4 +1,4 @@
-"""What came of hivemind's rounds of averaging, of which it tells its log alone."""
+"""Results of hivemind's rounds of averaging, which hivemind only writes to its log."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from distwrap.strategies.hivemind.user_optimizer import UserOptimizer
 from distwrap.wording import first_line, named_ranks
 
 _MISSES = 3  # global steps in a row without all ranks of this run, or without any peer
-_STRANGERS_SECONDS = 75.0  # in which a peer of another run that was killed is forgotten
-_LEAST = 1e-6  # samples as which a peer without any counts
+_STRANGERS_SECONDS = 75.0  # after which a killed peer of another run is forgotten
+_LEAST = 1e-6  # weight of a peer without samples
 _CLOSE_SECONDS = 10.0
 
 
 class Rounds:
-    """Rounds of one optimizer of hivemind's, looked at from outside.
+    """Rounds of one of hivemind's optimizers, observed from outside.
 
     Attributes:
-        own_samples: samples of this rank in the latest global step.
+        own_samples: the samples of this rank in the last global step.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Rounds:
         self._observe()
 
     def begin(self) -> None:
-        """Forget the rounds before a step."""
+        """Forget the rounds of earlier steps."""
         self._gradients = self._state = None
         self._state_due = self._caught_up = False
 
     def check_alive(self, here: str) -> None:
-        """Refuse to step with a process of hivemind's that has ended, for which it would wait for ever."""
+        """Refuse to step if one of hivemind's processes has ended, for which hivemind would wait for ever."""
         for name, process in {"peers": self._hivemind.dht, **self._processes()}.items():
             if not process.is_alive():
                 raise CollectiveError(
@@ -55,15 +55,15 @@ class Rounds:
                 )
 
     def judge(self, epoch: int, seconds: float, difference: Callable[[], str]) -> None:
-        """Look at the rounds of a global step.
+        """Check the rounds of a global step.
 
         Args:
             epoch: the number of the step.
-            seconds: that it took.
-            difference: looks at weights that all ranks have averaged, and tells in words what is wrong.
+            seconds: the duration of the step.
+            difference: checks weights that all ranks have averaged, and returns a description of a problem.
 
         Raises:
-            CollectiveError: several in a row were without other ranks, or without any peer, or lost a part.
+            CollectiveError: several in a row lacked other ranks or any peer, or lost a part.
         """
         here, is_alone = self._peers.here, self._world.placement.world_size == 1
         if self._caught_up:
@@ -89,7 +89,7 @@ class Rounds:
         say(f"hivemind: {text}; the next steps bring them together again, or the run ends", every_rank=True)
 
     def close(self) -> None:
-        """End hivemind's optimizer and its processes, and kill what does not end."""
+        """End hivemind's optimizer and its processes, and kill those that do not end."""
         for scheduled in (self._hivemind.scheduled_grads, self._hivemind.scheduled_state):
             if scheduled is not None and not scheduled.done():
                 with contextlib.suppress(Exception):
@@ -106,13 +106,13 @@ class Rounds:
         return {f"the mean of {name}": each for name, each in averagers.items() if each is not None}
 
     def _problem(self, control: Any, what: str) -> list[str]:
-        """Return what was wrong with a round, in words."""
+        """Return descriptions of a round's problems."""
         peers, others = self._peers, self._world.placement.world_size > 1
         if control is None:
             return [f"{what} were not averaged: no other peer is there"] if others else []
         try:
             group = {str(peer) for peer in control.result(0)}
-        except BaseException as error:  # noqa: BLE001 - cancelled, timed out, or whatever hivemind met
+        except BaseException as error:  # noqa: BLE001 - cancelled, timed out, or any error of hivemind
             words = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
             return [f"{what} were not averaged ({words})"]
         if len(group) != self._size:
@@ -123,7 +123,7 @@ class Rounds:
         return [f"{what} were averaged without {named_ranks(missing)}"] if missing else []
 
     def _observe(self) -> None:
-        """See what hivemind's optimizer asks of its averagers, by attributes of these objects alone."""
+        """Observe the calls of hivemind's optimizer to its averagers, by replacing methods of these objects."""
         gradients, state = self._hivemind.grad_averager, self._hivemind.state_averager
         if gradients is not None:
             self._observe_gradients(gradients)
@@ -142,7 +142,7 @@ class Rounds:
 
         def state_load(**how: Any) -> None:
             before = self._hivemind.local_epoch
-            with contextlib.suppress(Exception):  # hivemind would try again for ever; the next step does
+            with contextlib.suppress(Exception):  # hivemind would retry for ever; the next step does so
                 self._users.taking_over(load, **how)
             self._caught_up = self._hivemind.local_epoch != before
 
@@ -155,13 +155,13 @@ class Rounds:
         def gradients_step(*args: Any, **how: Any) -> Any:
             self.own_samples = gradients.local_samples_accumulated
             self._gradients = None
-            # Not 0 where this rank only helps: a mean in which all peers do would be 0 / 0.
+            # Not 0 if this rank only helps: with only such ranks the mean would be 0 / 0.
             self._gradients = step(*args, **{"weight": max(self.own_samples, _LEAST), **how})
             return self._gradients
 
         def accumulate_grads(batch_size: int) -> None:
-            if batch_size:  # else this rank only helps the others
+            if batch_size:  # 0 if this rank only helps the others
                 accumulate(batch_size)
 
         gradients.step, gradients.accumulate_grads_ = gradients_step, accumulate_grads
-        gradients.load_state_from_peers = lambda **how: None  # there is nothing of use in a peer's gradients
+        gradients.load_state_from_peers = lambda **how: None  # a peer's gradients are of no use

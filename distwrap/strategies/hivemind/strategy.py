@@ -1,8 +1,8 @@
-"""``strategy="hivemind"``: peers that train one model together, and may come and go; the extra ``hivemind``.
+"""``strategy="hivemind"``: peers that train one model together, and may come and go; extra ``hivemind``.
 
-Each rank is a peer. Its gradients are summed on it until the samples of all peers are `target_batch_size`; then the
-peers that are there look for each other, average the gradients, and each steps its own optimizer. That is an epoch in
-hivemind's words, and a global step in ours.
+Each rank is a peer. It sums its gradients until all peers together have `target_batch_size` samples. Then the present
+peers find each other and average the gradients, and each steps its own optimizer. hivemind calls this an epoch, and
+distwrap a global step.
 Source: https://learning-at-home.readthedocs.io/en/latest/modules/optim.html
 """
 
@@ -34,30 +34,30 @@ _PRECISIONS = ("32", "bf16")
 
 
 class HivemindStrategy(Strategy):
-    """Peers that average gradients and weights by hivemind.
+    """Strategy of peers that average gradients and weights with hivemind.
 
     Args:
-        target_batch_size: samples, over all peers, after which the weights change; by default those of one step of each
-            rank of this run. All that train together give the same.
-        batch_size: samples of one step of one rank, by which it is counted and weighted: those of a whole window where
-            the loop accumulates.
-        run_id: by which peers know each other; another run trains with this one if it has the same, and reaches it.
-        initial_peers: addresses of peers of another run, which prints them; this run joins it.
-        compression: of gradients on the way: ``"none"``, ``"fp16"`` or ``"8bit"``. Weights travel in full.
-        average_state_every: global steps after which weights are averaged too, which brings peers together again that
-            have missed a round.
-        local_updates: each step of a rank changes its weights by its own gradients, and a global step averages weights
-            alone.
-        matchmaking_seconds: for which a peer looks for others before each round.
-        averaging_seconds: limit of a round; then a peer goes on with its own gradients.
-        client_mode: take no connections, as behind a firewall.
-        peer_seconds: in which each rank must see the others.
-        host: where peers are reached: ``"loopback"``, an address of this node, or ``"0.0.0.0"`` for all of them; by
-            default loopback where the run has one node and no initial peers.
-        verbose: print hivemind's own log.
+        target_batch_size: samples of all peers after which the weights change; by default those of one step of each
+            rank of this run. All peers must give the same number.
+        batch_size: samples of one step of one rank, by which it is counted and weighted; those of a whole window if the
+            loop accumulates.
+        run_id: the name of the training; another run takes part if it has the same name, and can reach this one.
+        initial_peers: addresses of peers of another run, which that run prints; this run joins it.
+        compression: the compression of sent gradients: ``"none"``, ``"fp16"`` or ``"8bit"``. Weights are sent in full.
+        average_state_every: global steps between two averages of weights, which bring peers together again that have
+            missed a round.
+        local_updates: whether each step of a rank changes its weights by its own gradients, and a global step averages
+            only weights.
+        matchmaking_seconds: seconds in which a peer looks for others before each round.
+        averaging_seconds: the time limit of a round, after which a peer goes on with its own gradients.
+        client_mode: whether to accept no connections, as behind a firewall.
+        peer_seconds: seconds within which each rank must see the others.
+        host: the address at which peers listen: ``"loopback"``, an address of this node, or ``"0.0.0.0"`` for all of
+            them; by default loopback if the run has one node and no initial peers.
+        verbose: whether to print hivemind's own log.
 
     Raises:
-        OptionError: they contradict each other, or are of no such kind.
+        OptionError: an argument has a wrong value, or two contradict each other.
 
     Example:
         >>> HivemindStrategy(target_batch_size=64, batch_size=16).hivemind_options.run_id
@@ -144,7 +144,7 @@ class HivemindStrategy(Strategy):
         return optimizer
 
     def step(self, optimizer: Optimizer) -> bool | None:
-        """Step an optimizer; whether that changed the weights, so that a scheduler given along counts global steps."""
+        """Step an optimizer, and return whether the weights changed, so that a scheduler counts global steps."""
         collaboration = current_world().part(Collaborations).of(optimizer)
         if collaboration is None:
             optimizer.step()
@@ -154,7 +154,7 @@ class HivemindStrategy(Strategy):
         return collaboration.changes > before
 
     def consolidate(self, model: nn.Module) -> None:
-        """Give every rank the newest weights, once all ranks are here and what is due is averaged."""
+        """Give every rank the newest weights, when all ranks are here and due rounds are averaged."""
         current_world().part(Collaborations).consolidate(unwrap_model(model))
 
     def __repr__(self) -> str:

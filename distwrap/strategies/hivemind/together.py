@@ -1,4 +1,4 @@
-"""Ranks of a run that are to have the same weights: what is due is averaged first, with those who still train."""
+"""Bring the ranks of a run to the same weights, after due rounds with those that still train."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from distwrap.strategies.hivemind.optimizer import Collaboration
 
 _LOOK_SECONDS = 0.05
-_HERE, _AVERAGES, _KNOWS_ALL = "here", "averages", "knows all"  # what a rank tells of itself while it waits
-_ALIKE = 1e-4  # of the norm: what is left of rounding after a mean of weights
+_HERE, _AVERAGES, _KNOWS_ALL = "here", "averages", "knows all"  # states of a waiting rank
+_ALIKE = 1e-4  # of the norm: the largest rounding error of averaged weights
 
 
 def bring_together(one: Collaboration, world: World, *, take: bool) -> None:
-    """Wait for all ranks, averaging with those who still train; then finish the global step that all have samples for.
+    """Wait for all ranks, averaging with those that still train; then finish the due global step.
 
     Args:
-        one: of each rank.
-        world: of the run.
-        take: whether all ranks take the newest weights, of the first rank that has them.
+        one: the collaboration of this rank.
+        world: the world of the run.
+        take: whether all ranks take the newest weights, those of the first rank that has them.
 
     Raises:
-        CollectiveTimeoutError: not all ranks came.
-        ModelError: at the end, no global step was ever taken.
+        CollectiveTimeoutError: not all ranks arrived.
+        ModelError: the run ends without a single global step.
     """
     if world.placement.world_size > 1:
         _await_all(one, world)
@@ -51,9 +51,9 @@ def bring_together(one: Collaboration, world: World, *, take: bool) -> None:
 
 
 def difference(one: Collaboration, world: World) -> str:
-    """Return in words how weights that all ranks have averaged just now differ, by more than rounding, from another's.
+    """Return a text about how just averaged weights differ from another rank's by more than rounding.
 
-    hivemind leaves out of a mean what did not come through, and tells nobody. Of two ranks the later one compares.
+    hivemind silently leaves lost parts out of a mean. Of two ranks the later one compares.
     """
     if world.channel is None or world.placement.world_size == 1:
         return ""
@@ -73,7 +73,7 @@ def difference(one: Collaboration, world: World) -> str:
 
 
 def _digest(one: Collaboration) -> list[float]:
-    """Return the norm of all weights, and a sum in which each weight's place counts."""
+    """Return the norm of all weights, and a sum in which each weight's position counts."""
     square = mixed = 0.0
     for number, weight in enumerate(one.parameters):
         wide = weight.detach().flatten().to(widest(weight.device))
@@ -83,14 +83,14 @@ def _digest(one: Collaboration) -> list[float]:
 
 
 def _await_all(one: Collaboration, world: World) -> None:
-    """Wait until every rank is here, and take part in what the others average meanwhile.
+    """Wait until every rank is here, and take part in rounds that others begin meanwhile.
 
-    A rank that knows all to be here begins no round any more, and only joins those that another has begun before it
-    knew; where all know, nobody is in a round.
+    A rank that knows all ranks to be here begins no more rounds, and joins only those that another rank began before it
+    knew. When all know, no rank is in a round.
     """
     channel, place, limit = world.channel, world.placement, world.options.timeout
     if channel is None:
-        return  # in a group of the user's own: the next collective waits
+        return  # in a user's group the next collective waits
     name, deadline = f"hivemind {one.key} {world.count(f'hivemind {one.key}')}", time.monotonic() + limit
     state, told = _HERE, dict[int, str]()
     channel.note(name, state)
@@ -117,13 +117,13 @@ def _await_all(one: Collaboration, world: World) -> None:
 
 
 def _positions(one: Collaboration) -> tuple[list[int], list[int]]:
-    """Return each rank's number of global steps, and its samples since."""
+    """Return each rank's number of global steps, and its samples since the last one."""
     everyone = gather_object((one.epoch, one.pending))
     return [epoch for epoch, _ in everyone], [pending for _, pending in everyone]
 
 
 def _finish(one: Collaboration) -> None:
-    """Take the global step for which all ranks together have the samples; every rank calls it."""
+    """Take the global step for which the ranks together have enough samples; every rank calls it."""
     before, deadline = one.epoch, time.monotonic() + one.round_seconds
     while one.epoch == before and time.monotonic() < deadline:
         one.assist()
@@ -131,7 +131,7 @@ def _finish(one: Collaboration) -> None:
 
 
 def _take(one: Collaboration, world: World, epochs: list[int], source: int) -> None:
-    """Take the weights of a rank, and where this one has missed steps the optimizer's state and the count of steps."""
+    """Take a rank's weights, and if this one has missed steps also the optimizer's state and the count."""
     with torch.no_grad():
         for own in one.tensors():
             own.copy_(broadcast(own, src=source))
@@ -142,10 +142,10 @@ def _take(one: Collaboration, world: World, epochs: list[int], source: int) -> N
 
 
 def _judge_end(one: Collaboration, epoch: int, pending: int) -> None:
-    """Look at what a run leaves undone.
+    """Check what a run leaves undone.
 
     Raises:
-        ModelError: it has counted samples, and never changed a weight.
+        ModelError: it has counted samples, but never changed a weight.
     """
     done = "" if pending < one.target else " Call consolidate(model) at the end, which takes the step that is due."
     if one.samples and not one.changes and not epoch:

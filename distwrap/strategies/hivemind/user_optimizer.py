@@ -1,4 +1,4 @@
-"""The user's optimizer as hivemind holds it: the object stays the user's, with its groups, state and schedulers."""
+"""The user's optimizer as passed to hivemind; the object keeps its groups, state and schedulers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.optim import Optimizer
 
 
 class UserOptimizer(Optimizer):
-    """The user's optimizer, in hivemind's hands.
+    """View of the user's optimizer for hivemind.
 
     Args:
-        optimizer: the user's.
-        step: its own step, as it was before it was replaced.
+        optimizer: the user's optimizer.
+        step: its own step, before it was replaced.
 
     Attributes:
-        error: what its step raised, which hivemind only logs.
-        steps: how many steps were taken.
-        in_step: whether one is under way.
-        loads: how many times a peer's state was loaded.
+        error: the exception of its step, which hivemind only logs.
+        steps: the number of steps taken.
+        in_step: whether a step is running.
+        loads: the number of loaded states of peers.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
@@ -32,25 +32,25 @@ class UserOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The user's groups."""
+        """The groups of the user's optimizer."""
         return self._optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The user's state."""
+        """The state of the user's optimizer."""
         return self._optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The user's defaults."""
+        """The defaults of the user's optimizer."""
         return self._optimizer.defaults
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, in a thread of hivemind's, over the gradients that it has laid down."""
+        """Take a step with the gradients that hivemind has stored; runs in a thread of hivemind's."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not parameter.requires_grad:
-                    parameter.grad = None  # zeros of hivemind's, by which weight decay would move a frozen weight
+                    parameter.grad = None  # with hivemind's zeros, weight decay would change frozen weights
         self.in_step = True
         try:
             self._step()
@@ -62,11 +62,11 @@ class UserOptimizer(Optimizer):
             self.in_step = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         self._optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the user's state."""
+        """Return the state dict of the user's optimizer."""
         if self._as_stepped and not self._optimizer.state:
             return _after_a_step(self._optimizer)
         return self._optimizer.state_dict()
@@ -77,7 +77,7 @@ class UserOptimizer(Optimizer):
         self.loads += 1
 
     def taking_over(self, load: Callable[..., Any], **how: Any) -> Any:
-        """Load a peer's state, for which hivemind wants to know what state there is: after a step, or before any."""
+        """Load a peer's state, for which hivemind needs the layout of the state: as after a step, or before any."""
         loads, self._as_stepped = self.loads, True
         try:
             found = load(**how)
@@ -90,7 +90,7 @@ class UserOptimizer(Optimizer):
 
 
 def _after_a_step(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state that a copy of an optimizer has after a step; of its numbers, only the shapes are of use."""
+    """Return the state of a copied optimizer after a step, of which only the shapes are used."""
     other = copy.deepcopy(optimizer)
     for group in other.param_groups:
         for parameter in group["params"]:

@@ -1,3 +1,3 @@
-"""Horovod's all-reduce under a hand-written loop; the package is imported where the ranks meet."""
+"""Horovod's all-reduce for a hand-written loop; the package is imported when the ranks meet."""
 
 from distwrap.strategies.horovod.strategy import HorovodStrategy as HorovodStrategy

@@ -1,4 +1,4 @@
-"""The mean of gradients by Horovod's all-reduce."""
+"""Mean of gradients by Horovod's all-reduce."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world, say
 from distwrap.strategies.horovod.group import HorovodGroup
 
-_SCALE = "horovod_scale"  # in a group of an optimizer: the number by which its learning rate was multiplied
-_LOOK_SECONDS = 0.0002  # while an exchange is under way
+_SCALE = "horovod_scale"  # key of parameter groups: the factor of the learning rate
+_LOOK_SECONDS = 0.0002  # between two checks of an exchange
 _LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodAllReduce(GradientAlgorithm):
-    """The mean of gradients, or their Adasum, by Horovod; the options are those of `HorovodStrategy`."""
+    """Mean or Adasum of gradients by Horovod, with the options of `HorovodStrategy`."""
 
     compression: str = option("none", one_of("compression", ("none", "fp16")))
     adasum: bool = False
@@ -66,8 +66,8 @@ class _HorovodMean(Averager):
         self._group.begin()
         if algorithm.scale_lr:
             self._check_rates()
-        values = bucket.values.float() if bucket.values.dtype == torch.bfloat16 else bucket.values  # it has no bfloat16
-        # Horovod's own mean is divided after the sum, which may overflow.
+        values = bucket.values.float() if bucket.values.dtype == torch.bfloat16 else bucket.values  # it lacks bfloat16
+        # Horovod's own mean divides after the sum, which may overflow.
         before, after, kind = 1 / algorithm.predivide, algorithm.predivide / self._size, hvd.Compression.none
         if algorithm.compression == "fp16":
             before, after, kind = 1 / self._size, 1.0, hvd.Compression.fp16
@@ -77,14 +77,14 @@ class _HorovodMean(Averager):
         if algorithm.adasum:
             how = {"op": hvd.Adasum}
         values, context = kind.compress(values)
-        # A name that is the same in each step lets Horovod skip asking all ranks whether they are ready.
+        # With the same name in each step, Horovod need not ask all ranks whether they are ready.
         first = bucket.name_of.get(id(bucket.parameters[0]), "") if bucket.parameters else ""
         name = f"distwrap.{self._number}.{first}.{values.numel()}"
         self._wait_for(hvd.allreduce_async_(values, name=name, **how))
         bucket.values.copy_(kind.decompress(values, context))
 
     def _wait_for(self, handle: int) -> None:
-        """Wait for an exchange, as long as for any collective: Horovod itself waits for ever."""
+        """Wait for an exchange with the time limit of collectives; Horovod itself has none."""
         from horovod.common.exceptions import HorovodInternalError
 
         timeout, began = current_world().options.timeout, time.monotonic()
@@ -95,7 +95,7 @@ class _HorovodMean(Averager):
         self._hvd.synchronize(handle)
 
     def scale_rates(self, optimizer: Optimizer) -> None:
-        """Multiply the learning rates by the number of ranks, once for all models and runs, and say so."""
+        """Multiply learning rates by the number of ranks, once for all models and runs, and print them."""
         self._optimizers.add(optimizer)
         rates = [(group, self._size / group.get(_SCALE, 1)) for group in optimizer.param_groups]
         if all(factor == 1 for _, factor in rates):

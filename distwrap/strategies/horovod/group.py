@@ -1,7 +1,7 @@
-"""Horovod's own group of the ranks of a run: how they find each other, and part again.
+"""Horovod's own group of the ranks of a run: its start and end.
 
-Under horovodrun Horovod's variables are there already. Otherwise rank 0 serves what Horovod's gloo wants to know of the
-others, on loopback where there is one node.
+horovodrun sets Horovod's variables. Otherwise rank 0 runs the rendezvous server for Horovod's gloo, on loopback with
+one node.
 Source: https://github.com/horovod/horovod, ``horovod/runner/gloo_run.py``.
 """
 
@@ -31,7 +31,7 @@ class HorovodGroup(RunPart):
     """Horovod's group, from the first model of a run to its end.
 
     Raises:
-        LaunchError: Horovod counts the ranks otherwise, or the nodes have different numbers of them.
+        LaunchError: Horovod numbers the ranks differently, or nodes have different numbers of ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -56,7 +56,7 @@ class HorovodGroup(RunPart):
             )
 
     def require_adasum(self) -> None:
-        """Refuse Adasum where Horovod cannot do it.
+        """Refuse Adasum if this build of Horovod cannot do it.
 
         Raises:
             OptionError: it was built without MPI and NCCL.
@@ -68,7 +68,7 @@ class HorovodGroup(RunPart):
             )
 
     def begin(self) -> None:
-        """Take note that an exchange is under way, which not every rank may come to."""
+        """Note that an exchange has begun, which some ranks may not reach."""
         self._is_settled = False
 
     def settle(self) -> None:
@@ -77,7 +77,7 @@ class HorovodGroup(RunPart):
     def close(self) -> None:
         if self._is_settled:
             self._hvd.shutdown()
-        else:  # the run has failed: Horovod would wait for ranks that come no more
+        else:  # the run has failed: Horovod would wait for lost ranks
             atexit.unregister(self._hvd.shutdown)
 
     def _init(self, world: World) -> None:
@@ -110,7 +110,7 @@ class HorovodGroup(RunPart):
         try:
             with _variables(mine):
                 self._hvd.init()
-            dist.barrier()  # nobody asks the server any more
+            dist.barrier()  # no rank needs the server any more
         finally:
             if server is not None:
                 server.shutdown()
@@ -118,13 +118,13 @@ class HorovodGroup(RunPart):
 
 
 def _variables(values: Mapping[str, object]) -> AbstractContextManager[None]:
-    """Set Horovod's variables that nobody has set; for a moment, as a launch would take them for horovodrun's."""
+    """Set Horovod's unset variables, only briefly, as a launch would take them for horovodrun's."""
     named = {f"HOROVOD_{name}": str(value) for name, value in values.items() if value != ""}
     return variables_set({name: value for name, value in named.items() if name not in os.environ})
 
 
 def _serve(host: str) -> Any:
-    """Serve what ranks put and get, from a thread, at any port of this address."""
+    """Start the rendezvous server in a thread, at any port of this address."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer((host, 0), RendezvousHandler, False)

@@ -1,7 +1,7 @@
-"""``strategy="horovod"``: replicas whose gradients Horovod averages; the extra ``horovod``.
+"""``strategy="horovod"``: replicas whose gradients Horovod averages; extra ``horovod``.
 
-DDP collects gradients and decides when they travel, as for every algorithm in `distwrap.comm`; Horovod carries them. So
-accumulation, clipping, unused parameters and the proof that ranks are in sync hold as under DDP.
+DDP collects gradients and decides when they are sent, as for every algorithm in `distwrap.comm`, and Horovod sends
+them. So accumulation, clipping, unused parameters and the comparison of ranks work as under DDP.
 Source: https://horovod.readthedocs.io/en/stable/pytorch.html.
 """
 
@@ -19,20 +19,21 @@ from distwrap.strategies.horovod.group import HorovodGroup
 
 
 class HorovodStrategy(DDPStrategy):
-    """Replicas that average their gradients by Horovod.
+    """Strategy of replicas that average their gradients with Horovod.
 
     Args:
-        compression: ``"fp16"`` rounds gradients to float16 on the way.
-        adasum: add gradients by Adasum, where Horovod was built with MPI or NCCL; the ranks are a power of two then.
-        predivide: the factor by whose inverse gradients are multiplied before the sum, and by itself after it:
-            Horovod's ``gradient_predivide_factor``.
-        scale_lr: multiply the learning rates by the number of ranks in `wrap_optimizer`, and say so. It is never done
-            by itself: with a batch that is divided over the ranks, there is nothing to scale.
-        backend: of torch's process group, which everything but gradients goes through.
-        **ddp_options: as for `DDPStrategy`.
+        compression: ``"fp16"`` rounds sent gradients to float16.
+        adasum: whether to add gradients by Adasum, which needs Horovod built with MPI or NCCL, and a power of two
+            ranks.
+        predivide: Horovod's ``gradient_predivide_factor``: gradients are divided by it before the sum, and multiplied
+            by it after the sum.
+        scale_lr: whether `wrap_optimizer` multiplies the learning rates by the number of ranks, and prints them. It
+            never happens by itself: a batch that is divided over the ranks needs no scaling.
+        backend: the backend of torch's process group, which carries everything except gradients.
+        **ddp_options: the options of `DDPStrategy`.
 
     Raises:
-        OptionError: they contradict each other, or are of no such kind.
+        OptionError: an argument has a wrong value, or two contradict each other.
 
     Example:
         >>> HorovodStrategy(compression="fp16").algorithm.compression
@@ -54,7 +55,7 @@ class HorovodStrategy(DDPStrategy):
         self.algorithm = HorovodAllReduce(
             compression=compression, adasum=adasum, predivide=predivide, scale_lr=scale_lr
         )
-        # Horovod's own script has no buckets beside the gradients.
+        # Horovod's own script has no buckets in addition to the gradients.
         super().__init__(backend=backend, comm=self.algorithm, **{"gradient_as_bucket_view": True, **ddp_options})
 
     def check(self, run: Options) -> None:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the blocks of a model in stages on several ranks."""
+"""Pipeline parallelism: the blocks of a model run in stages on several ranks."""
 
 from distwrap.strategies.pipeline.strategy import PipelineStrategy
 

@@ -1,4 +1,4 @@
-"""Tensors whose numbers other stages have: they have a size, a type and a device, and take no memory."""
+"""Placeholders for tensors of other stages: they have a size, a type and a device, and take no memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
 
-# Their results are known without the numbers.
+# Operators whose results do not depend on the numbers.
 _CREATE = {"empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
-_CREATE |= {"rand_like", "randint_like", "randn_like"}  # the same on all stages, which begin with one seed
-# Their results are plain values of Python's.
+_CREATE |= {"rand_like", "randint_like", "randn_like"}  # the same on all stages, which start with one seed
+# Operators that return plain Python values.
 _READ = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
 
 
@@ -30,10 +30,10 @@ _draws: list[str] | None = None
 
 
 class NumbersElsewhereError(ModelError):
-    """The model looks at numbers that another stage has.
+    """The model reads numbers that another stage has.
 
     Attributes:
-        sources: the names of what they were computed of.
+        sources: the names of the tensors and blocks from which they were computed.
     """
 
     def __init__(self, message: str, sources: set[str]) -> None:
@@ -43,7 +43,7 @@ class NumbersElsewhereError(ModelError):
 
 @contextmanager
 def noting_draws() -> Iterator[list[str]]:
-    """Note which operators on absent tensors would draw random numbers, which else they do, and leave the numbers."""
+    """Collect the names of random operators on absent tensors within a ``with``, instead of drawing numbers."""
     global _draws
     before, _draws = _draws, []
     try:
@@ -53,7 +53,7 @@ def noting_draws() -> Iterator[list[str]]:
 
 
 def draws(operator: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operator draws random numbers; attention does where it has dropout."""
+    """Return whether an operator draws random numbers; attention does so only with dropout."""
     is_attention = "attention" in operator.__name__
     if is_attention and not any(isinstance(each, float) and each > 0 for each in args):
         return False
@@ -61,18 +61,18 @@ def draws(operator: Any, args: Sequence[Any]) -> bool:
 
 
 class Absent(torch.Tensor):
-    """Tensor of another stage; what is computed of it is absent too, and an optimizer that holds it leaves it alone.
+    """Tensor of another stage. Results computed from it are absent too, and optimizers skip it.
 
     Args:
-        like: a tensor of its size and type.
-        sources: the names of the parameters, buffers and blocks that it was computed of.
-        device: on which it is said to be.
+        like: a tensor of the same size and type.
+        sources: the same set in all views of one tensor.
+        device: its nominal device.
 
     Attributes:
         sources: the same set in all views of one tensor.
-        has_gradient: whether there is a gradient where the parameter is.
-        step: frame of the optimizer's step that began last, until it has ended.
-        asked: whether that step has asked for gradients.
+        has_gradient: whether the parameter has a gradient on its stage.
+        step: the frame of the last optimizer step that began and has not ended.
+        asked: whether that step has read gradients.
     """
 
     sources: set[str]
@@ -89,7 +89,7 @@ class Absent(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Compute the size and the type of a result, and nothing else."""
+        """Compute only the size and type of a result."""
         kwargs = kwargs or {}
         name = func.__name__.split(".")[0]
         given = tensors_in((args, kwargs))
@@ -123,9 +123,9 @@ class Absent(torch.Tensor):
 
     @property
     def grad(self) -> Absent | None:
-        """Gradient, absent as its parameter is; ``None`` for optimizers, which leave the parameter alone.
+        """Absent gradient of an absent parameter; ``None`` for optimizers, which then skip the parameter.
 
-        torch's clip and a scaler of the user's, which would look at a part, are refused.
+        torch's clip functions and a user's scaler are refused, since they would see only a part of the gradients.
         """
         frame = inspect.currentframe()
         asker = None if frame is None else frame.f_back
@@ -168,7 +168,7 @@ class Absent(torch.Tensor):
 
 
 def is_in_step(frame: FrameType | None) -> bool:
-    """Return whether a frame is one of an optimizer's step, which may have ended early."""
+    """Return whether a frame belongs to a running optimizer step; a step may have ended early."""
     while Absent.step is not None and frame is not None:
         if frame is Absent.step:
             return True
@@ -177,13 +177,13 @@ def is_in_step(frame: FrameType | None) -> bool:
 
 
 def _is_called_in(frame: FrameType | None, name: str) -> bool:
-    while frame is not None and frame.f_code.co_name.startswith("<"):  # as a comprehension
+    while frame is not None and frame.f_code.co_name.startswith("<"):  # such as a comprehension
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == name
 
 
 def refuse_copy() -> NoReturn:
-    """Refuse to copy or to pickle a model in stages."""
+    """Refuse to copy or pickle a model in stages."""
     raise ModelError(
         "under strategy='pipeline' each rank has the parameters of its own stage only, so the model and its "
         "state_dict() cannot be copied or pickled. distwrap.save() takes the model itself, as in "
@@ -192,15 +192,15 @@ def refuse_copy() -> NoReturn:
 
 
 def is_here(tensor: torch.Tensor) -> bool:
-    """Return whether this rank has a tensor's numbers."""
+    """Return whether this rank has the numbers of a tensor."""
     return type(tensor) is not Absent
 
 
 def make_absent(net: nn.Module, names: Iterable[str]) -> None:
-    """Free parameters and buffers of a model; a parameter stays the same object, as optimizers hold it.
+    """Free parameters and buffers of a model; parameters stay the same objects, as optimizers hold them.
 
     Raises:
-        ModelError: something else holds one.
+        ModelError: something else refers to one.
     """
     parameters = dict(net.named_parameters(remove_duplicate=False))
     buffers = dict(net.named_buffers(remove_duplicate=False))
@@ -223,7 +223,7 @@ def make_absent(net: nn.Module, names: Iterable[str]) -> None:
 
 
 def make_present(net: nn.Module) -> None:
-    """Make room for the numbers of what is absent in a model, on the devices on which it is said to be."""
+    """Allocate memory for the absent tensors of a model on their nominal devices."""
     for parameter in net.parameters():
         if not is_here(parameter):
             present = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""What a look at a method leaves alone: attributes of modules, as caches, lists and counters, and what it is given."""
+"""Undo changes of modules' attributes, such as caches, lists and counters, and of arguments after a trial run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class Numbers:
-    """Numbers among the attributes of a model's modules, whose changes it sees."""
+    """Numbers among the attributes of a model's modules, with detection of changes."""
 
     def __init__(self, net: nn.Module) -> None:
         self._modules = list(net.named_modules())
         self._seen = self._now()
 
     def changed(self) -> set[str]:
-        """Return the names of those that are others than at the last call."""
+        """Return the names of the numbers that have changed since the last call."""
         before, self._seen = self._seen, self._now()
         return {name for name, value in self._seen.items() if name in before and before[name] != value}
 
@@ -39,7 +39,7 @@ class Numbers:
 
 
 class Snapshot:
-    """Attributes of all modules of a model, and arguments of a method, as they are now.
+    """Copy of the attributes of a model's modules, and of the arguments of a method.
 
     Args:
         net: the model.
@@ -54,7 +54,7 @@ class Snapshot:
         self._tensors = [(tensor, tensor.clone()) for tensor in tensors_in(given)]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all of them."""
         for own, kept in self._attributes:
             for name in own.keys() - kept.keys():
                 del own[name]
@@ -69,7 +69,7 @@ class Snapshot:
 
 @contextmanager
 def kept_attributes(net: nn.Module) -> Iterator[Numbers]:
-    """Give all modules their attributes back after a ``with``, and the lists, dicts and sets what was in them."""
+    """Restore the attributes of all modules after a ``with``, with the contents of lists, dicts and sets."""
     before = Snapshot(net)
     try:
         yield Numbers(net)

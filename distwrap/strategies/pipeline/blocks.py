@@ -1,4 +1,4 @@
-"""The chain of blocks of a model, and where it is cut into stages."""
+"""Find the chain of blocks of a model, and divide it into stages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Chain(NamedTuple):
     """Blocks that a model calls one after the other.
 
     Attributes:
-        names: of the blocks.
+        names: the names of the blocks.
         blocks: the modules.
-        ends: of each stage, the number of the block after its last one.
+        ends: for each stage, the index of the block after its last one.
     """
 
     names: list[str]
@@ -27,7 +27,7 @@ class Chain(NamedTuple):
     ends: list[int]
 
     def stage_of(self, name: str) -> int | None:
-        """Return the stage of a parameter or buffer; ``None`` where it is in no block."""
+        """Return the stage of a parameter or buffer; ``None`` if it is in no block."""
         for number, block in enumerate(self.names):
             if name.startswith(f"{block}."):
                 return next(stage for stage, end in enumerate(self.ends) if number < end)
@@ -35,15 +35,15 @@ class Chain(NamedTuple):
 
 
 def find_chain(net: nn.Module, stages: int, split: Sequence[str] | None) -> Chain:
-    """Find the blocks of a model and cut them into stages of alike size.
+    """Find the blocks of a model, and divide them into stages of similar size.
 
     Args:
         net: the model.
-        stages: how many.
-        split: the names of the blocks at which the second and later stages begin; ``None`` to find them.
+        stages: the number of stages.
+        split: the names of the blocks at which the second and later stages begin; ``None`` to choose them.
 
     Raises:
-        ModelError: there is no chain of so many blocks; says what was seen.
+        ModelError: there is no chain of so many blocks.
         OptionError: `split` names no blocks of one chain, or another number of stages.
     """
     if split is not None:
@@ -89,7 +89,7 @@ def _split_by_names(net: nn.Module, stages: int, split: list[str]) -> Chain:
 
 
 def _chain(parent: str, module: nn.Module, ends: list[int]) -> Chain:
-    times = Counter(map(id, submodules(module).values()))  # of one that comes again, as an activation, each is no block
+    times = Counter(map(id, submodules(module).values()))  # a repeated module, such as an activation, is no block
     children = [(name, child) for name, child in module.named_children() if times[id(child)] == 1]
     prefix = f"{parent}." if parent else ""
     return Chain([prefix + name for name, _ in children], [child for _, child in children], ends)
@@ -100,12 +100,12 @@ def _size(module: nn.Module) -> int:
 
 
 def _balanced(sizes: list[int], stages: int) -> tuple[list[int], int]:
-    """Return the ends of stages whose heaviest one is as light as can be, and its weight; each has a block."""
+    """Return the ends of non-empty stages whose heaviest is as light as possible, and its weight."""
     count = len(sizes)
     sums = [0]
     for size in sizes:
         sums.append(sums[-1] + size)
-    # best[end] = (heaviest, ends) of the blocks before `end` in as many stages as were gone through
+    # best[end] = (heaviest, ends) of the blocks before `end` in as many stages as were processed
     best: dict[int, tuple[int, int, list[int]]] = {end: (sums[end], end, [end]) for end in range(1, count + 1)}
     for stage in range(2, stages + 1):
         best = {

@@ -1,4 +1,4 @@
-"""Calls of a model's methods: all that a run depends on, and what arguments are refused."""
+"""Calls of a model's methods: what a run depends on, and which arguments are refused."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _PLAIN = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device,
 
 
 class Call(NamedTuple):
-    """All that a run of a method depends on, but for the tensors that it is given; alike on all ranks.
+    """Everything except tensors on which a run of a method depends; equal on all ranks.
 
     Attributes:
-        name: of the method.
-        has_gradients: whether they are enabled.
-        trains: which modules are in training mode, and which have a dropout.
+        name: the name of the method.
+        has_gradients: whether gradients are enabled.
+        trains: for each module, whether it is in training mode, and whether it has dropout.
         autocast: the type of the caller's own autocast, or ``False``.
         thawed: which parameters are not frozen.
-        others: the nesting of the arguments, with those that are no tensors; and the switches of the model.
+        others: the nesting of the arguments with those that are not tensors, and the switches of the model.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Call(NamedTuple):
 
 
 class Latest(dict[_Key, _Value]):
-    """A dictionary that forgets what was set first, so that arguments that are new in each step fill no memory.
+    """Dictionary that drops its oldest entries, so that new arguments in each step do not fill the memory.
 
     Args:
-        size: how many entries are kept.
+        size: the most entries to keep.
     """
 
     def __init__(self, size: int = 64) -> None:
@@ -61,10 +61,10 @@ def call_of(name: str, given: Any, model: nn.Module, device: str) -> Call:
     """Return what a run of a method depends on.
 
     Args:
-        name: of the method.
+        name: the name of the method.
         given: its arguments.
-        model: whose it is.
-        device: the type of the device on which it computes.
+        model: the model of the method.
+        device: the type of the model's device.
     """
     leaves, structure = tree_flatten(given)
     batch = batch_size(given)
@@ -77,7 +77,7 @@ def call_of(name: str, given: Any, model: nn.Module, device: str) -> Call:
 
 
 def _kind_of(leaf: Any, batch: int) -> str:
-    """Return what a run depends on of an argument; of an object not its text, which may have an address."""
+    """Return what a run depends on of an argument; not an object's text, which may contain an address."""
     if isinstance(leaf, torch.Tensor):
         return "rows" if leaf.dim() and len(leaf) == batch else "tensor"
     if isinstance(leaf, float):
@@ -93,18 +93,18 @@ def _kind_of(leaf: Any, batch: int) -> str:
 
 
 def _switched(module: nn.Module) -> int:
-    chance = vars(module).get("p")  # of a dropout, which draws where there is any
+    chance = vars(module).get("p")  # a dropout's, which draws if it is above 0
     return module.training + 2 * (isinstance(chance, float) and chance > 0)
 
 
 def _modes_of(thing: Any) -> list[tuple[str, Any]]:
-    """Return the switches of an object, as the ``reduction`` of a criterion."""
+    """Return the switches of an object, such as the ``reduction`` of a criterion."""
     held = getattr(thing, "__dict__", {})
     return [(name, value) for name, value in held.items() if isinstance(value, (bool, str, enum.Enum))]
 
 
 def refuse_parts(name: str) -> None:
-    """Refuse a pass in an optimizer's step that has looked at gradients before, as SAM does."""
+    """Refuse a pass in an optimizer's step that has read gradients, as SAM does."""
     if Absent.asked and is_in_step(inspect.currentframe()):
         raise ModelError(
             f"an optimizer's step runs {name}() after it has read the gradients, as for a norm over all of "
@@ -114,7 +114,7 @@ def refuse_parts(name: str) -> None:
 
 
 def refuse_trained(name: str, given: Any) -> None:
-    """Refuse arguments to which a backward would have to go on."""
+    """Refuse arguments that require a gradient."""
     if any(tensor.requires_grad for tensor in tensors_in(given)):
         raise ModelError(
             f"{name}() got a tensor that requires a gradient, and under strategy='pipeline' no gradient goes "

@@ -1,4 +1,4 @@
-"""Gradients that a schedule has computed, which the backward of the loss lays down in the parameters."""
+"""Gradients that a schedule has computed, and that the backward of the loss stores in the parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = dict[nn.Parameter, torch.Tensor]
 
 @contextmanager
 def apart(parameters: list[nn.Parameter]) -> Iterator[Gradients]:
-    """Collect the gradients of a ``with`` apart from those that parameters have already, and from their hooks."""
+    """Collect the gradients of a ``with`` without touching existing gradients or calling hooks."""
     before = [parameter.grad for parameter in parameters]
     found: Gradients = {}
     try:
@@ -32,16 +32,16 @@ def apart(parameters: list[nn.Parameter]) -> Iterator[Gradients]:
 
 
 class Results(torch.autograd.Function):
-    """Results of a pass through the stages; their backward hands on their gradients."""
+    """Results of a pass through the stages, whose backward passes on their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, hand_on: Callable[[list[torch.Tensor]], None], *values: Any) -> Any:
         """Return the results.
 
         Args:
-            ctx: torch's.
-            anchor: a tensor that needs a gradient, so that the results have one.
-            hand_on: takes the results' gradients.
+            ctx: torch's context.
+            anchor: a tensor that requires a gradient, so that the results do too.
+            hand_on: called with the gradients of the results.
             *values: the numbers of the results.
         """
         ctx.hand_on = hand_on
@@ -60,5 +60,5 @@ class Results(torch.autograd.Function):
 
 
 def is_of_pass(node: Any) -> bool:
-    """Return whether a node of a graph is a pass through the stages."""
+    """Return whether a graph node is a pass through the stages."""
     return type(node).__name__ == f"{Results.__name__}Backward"

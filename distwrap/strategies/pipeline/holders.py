@@ -1,4 +1,4 @@
-"""Which ranks of a pipeline have a parameter or buffer, and sums of gradients that several of them have."""
+"""The ranks of a pipeline that have each parameter and buffer, and sums of gradients over several ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from distwrap.wording import named_ranks
 class Holders:
     """Places of a model's parameters and buffers.
 
-    What is in a block is on the rank of its stage. What is in none stays on every rank until the first batch shows
-    which stages compute of it; on these it stays.
+    Tensors in a block are on the rank of its stage. Others are on every rank until the first batch shows which stages
+    use them, and then stay only there.
 
     Args:
-        net: the user's model; what other stages have is freed.
-        chain: its blocks.
-        line: this rank's place.
+        net: the user's model; tensors of other stages are freed.
+        chain: the blocks of the model.
+        line: this rank's place in the pipeline.
 
     Attributes:
-        ranks: of each tensor's name, the places in the pipeline that have it.
+        ranks: by the name of a tensor, the places in the pipeline that have it.
     """
 
     def __init__(self, net: nn.Module, chain: Chain, line: Line) -> None:
@@ -40,7 +40,7 @@ class Holders:
         first: dict[int, str] = {}
         self._loose: set[str] = set()  # in no block
         self.ranks: dict[str, set[int]] = {}
-        self._stages: dict[str, set[int]] = {}  # of what is in blocks alone
+        self._stages: dict[str, set[int]] = {}  # of tensors that are only in blocks
         for name, tensor in self._named():
             name = first.setdefault(id(tensor), name)
             self.ranks.setdefault(name, set())
@@ -64,34 +64,34 @@ class Holders:
         return [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers by their names, each once; some of them are absent."""
+        """Return the parameters and buffers by name, each once; some of them are absent."""
         return {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
 
     def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that are trained here."""
+        """Return the parameters that are trained on this rank."""
         return [parameter for parameter in self._net.parameters() if parameter.requires_grad and is_here(parameter)]
 
     def counted_here(self) -> set[int]:
-        """Return the ids of the parameters that this rank counts in a norm, each of which one rank does."""
+        """Return the ids of the parameters that this rank counts in a norm; each is counted by one rank."""
         named = self._net.named_parameters()
         return {id(parameter) for name, parameter in named if min(self.ranks[name]) == self._place}
 
     def is_like(self, other: Holders) -> bool:
-        """Return whether two models have the same blocks on the same ranks, and the same beside them."""
+        """Return whether two models have the same blocks on the same ranks, and the same other tensors."""
         return self._fixed == other._fixed and self._line.ranks == other._line.ranks
 
     def settle_as(self, other: Holders) -> None:
-        """Leave what is in no block to the ranks that have it in a model alike."""
+        """Place tensors outside of blocks as in a similar model."""
         for name in self._unsettled - other._unsettled:
             self.ranks[name] = set(other.ranks[name])
         self._unsettled &= other._unsettled
         self._free()
 
     def settle(self, survey: Survey) -> None:
-        """Leave what is in no block to the stages that compute of it.
+        """Leave tensors outside of blocks to the stages that use them.
 
         Raises:
-            ModelError: a stage would need what another one has.
+            ModelError: a stage uses a tensor that only another one has.
         """
         needed: dict[str, set[int]] = {}
         for stage, names in enumerate(survey.needs):
@@ -103,7 +103,7 @@ class Holders:
         self._free()
         for name, places in needed.items():
             lacking = places - self.ranks[name]
-            if name in self._stages:  # what a block computes of it is left behind there
+            if name in self._stages:  # a block's result from it stays in its stage
                 stages = {stage for stage, names in enumerate(survey.needs) if name in names} - self._stages[name]
                 lacking |= {stage % len(self._line.ranks) for stage in stages}
             if lacking:
@@ -115,11 +115,11 @@ class Holders:
                 )
 
     def add_up(self, found: Gradients, call: Call) -> None:
-        """Give every rank that has a parameter the sum of the gradients that the stages have for it.
+        """Give every rank that has a parameter the sum of its gradients over the stages.
 
         Args:
-            found: this rank's gradients, to which are added those of parameters that only others have used.
-            call: with which they were computed; which parameters it uses shows in its first step.
+            found: this rank's gradients; gradients of parameters that only other ranks have used are added.
+            call: the call that computed them; its first step shows which parameters it uses.
         """
         named = dict(self._net.named_parameters())
         several = [name for name in named if len(self.ranks[name]) > 1 and named[name].requires_grad]
@@ -144,9 +144,9 @@ class Holders:
                 found[parameter] = self._sum(torch.zeros_like(parameter) if grad is None else grad, places)
 
     def average(self, layout: Layout) -> None:
-        """Average the gradients with the other pipelines', of which some may not have used a parameter.
+        """Average the gradients with the other pipelines, of which some may not have used a parameter.
 
-        As under DDP with ``find_unused_parameters``, a small exchange tells which parameters any of them has used.
+        As under DDP with ``find_unused_parameters``, a small all-reduce finds the parameters that any of them has used.
         """
         parameters = list(self._net.parameters())
         used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=self._line.device)
@@ -162,7 +162,7 @@ class Holders:
             foreach("div_", grads, float(layout.size))
 
     def sync_buffers(self, layout: Layout, how: str) -> None:
-        """Give all pipelines the same buffers: the first one's, or the mean."""
+        """Give all pipelines the same buffers: those of the first one, or the mean."""
         for buffer in self._net.buffers() if layout.size > 1 else ():
             if is_here(buffer) and how == "mean" and buffer.is_floating_point():
                 dist.all_reduce(buffer, group=layout.group)
@@ -171,10 +171,10 @@ class Holders:
                 dist.broadcast(buffer, group=layout.group, group_src=0)
 
     def spread_overflow(self) -> None:
-        """Let gradients overflow on all ranks where they have on one, since all stages must skip a step alike.
+        """Make gradients overflow on all ranks if they have on one, so that all stages skip the same step.
 
         Raises:
-            ModelError: a rank has no gradients, by which its scaler could tell.
+            ModelError: a rank has no gradients, so its scaler could not know.
         """
         named = self._net.named_parameters()
         trained = set().union(*(self.ranks[name] for name, parameter in named if parameter.requires_grad))

@@ -1,4 +1,4 @@
-"""Whether a method's loss is the mean or the sum over its batch, or neither, so that no batch of it can be cut."""
+"""Find out whether a method's loss is the mean or the sum over its batch, or neither, so that no batch is cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KINDS = ("mean", "sum")
 
 
 class LastStage(NamedTuple):
-    """Numbers of a run of the last stage: the loss, its weight and counts, and its gradients for what was received."""
+    """Results of the last stage: the loss, its weight and counts, and its gradients for the received tensors."""
 
     loss: float
     weight: float
@@ -40,18 +40,18 @@ class LastStage(NamedTuple):
 
 
 class LossKinds:
-    """Kinds of the losses of a model's methods, which may be others for other arguments, as a flag.
+    """Kinds of the losses of a model's methods, which may depend on arguments such as a flag.
 
-    At batch 1, 2, 4, 8, … the last stage computes its part, of inputs made up, for a batch in whole and in parts, and
-    compares the losses and their gradients. In the first steps of a training all losses are alike; their gradients tell
-    what weight each microbatch has.
+    At batch 1, 2, 4, 8, … the last stage runs on artificial inputs for a whole batch and its parts, and compares losses
+    and gradients. In the first steps of a training all losses are similar, but gradients show the weight of each
+    microbatch.
 
     Args:
         relay: runs the methods.
-        line: this rank's place.
-        in_precision: in which the model computes.
-        streams: its random numbers.
-        reduction: as the user has said, or ``"auto"``.
+        line: this rank's place in the pipeline.
+        in_precision: the precision in which the model computes.
+        streams: the model's random numbers.
+        reduction: the reduction that the user has given, or ``"auto"``.
     """
 
     def __init__(self, relay: Relay, line: Line, in_precision: InPrecision, streams: Streams, reduction: str) -> None:
@@ -65,7 +65,7 @@ class LossKinds:
         return self._found.get(call) == "whole"
 
     def needs_look(self, call: Call) -> bool:
-        """Count a batch, and return whether it is one to look at."""
+        """Count a batch, and return whether its loss must be examined."""
         self._batches[call] = 1 + (self._batches.get(call, 0) if call in self._found else 0)
         return self._reduction == "auto" and is_power_of_two(self._batches[call])
 
@@ -78,11 +78,11 @@ class LossKinds:
         """Find the kind of a loss, and return whether this batch can be cut.
 
         Args:
-            call: of the method.
-            method: of the user's model.
-            given: the arguments of a batch in whole, and of each microbatch.
-            surveys: of the method with the one and with the others.
-            mixes: whether samples may depend on the others of their microbatch.
+            call: the call of the method.
+            method: the method of the user's model.
+            given: the arguments of the whole batch, and of each microbatch.
+            surveys: the surveys of the method for the batch and for a microbatch.
+            mixes: whether samples may depend on others in their microbatch.
         """
         found, unlike = [math.nan] * 5, 0.0
         for stage in self._line.own:
@@ -126,7 +126,7 @@ class LossKinds:
         )
 
     def _compared(self, method: Method, given: list[Any], surveys: list[Survey]) -> list[float]:
-        """Return by how much a loss is not the mean, and not the sum; the loss; the mean; whether its count shows."""
+        """Return how far a loss is from the mean and from the sum; the loss; the mean; whether its count shows."""
         begin, count = self._relay.chain.ends[-2], len(given) - 1
         whole, part = (tensors_in(survey.outputs[begin - 1]) for survey in surveys)
         dims = [_cut(one, other) for one, other in zip(whole, part, strict=True)]
@@ -137,7 +137,7 @@ class LossKinds:
                 expected = self._ran(method, given[0], surveys[0], made, LossWeights("mean", 1))
                 for arguments, received in zip(given[1:], pieces, strict=True):
                     runs.append(self._ran(method, arguments, surveys[1], received, weights))
-        except Exception:  # noqa: BLE001 - the pass that comes raises it too, and tells the other stages
+        except Exception:  # noqa: BLE001 - the next pass raises it too, and tells the other stages
             return [math.nan] * 5
         total = sum(run.weight for run in runs)
         shares = [run.weight / total for run in runs]
@@ -148,7 +148,7 @@ class LossKinds:
         return [*errors, expected.loss, mean, float(shows)]
 
     def _unlike(self, stage: int, method: Method, given: list[Any], surveys: list[Survey]) -> float:
-        """Return by how much the output of a stage for a batch is not that for its parts."""
+        """Return how far a stage's output for a batch is from that for its parts."""
         begin = self._relay.chain.ends[stage - 1] if stage else 0
         count = len(given) - 1
         whole, part = (tensors_in(survey.outputs[begin - 1]) if stage else [] for survey in surveys)
@@ -158,7 +158,7 @@ class LossKinds:
                 pieces = _pieces([_made_up(tensor, self._line.device) for tensor in whole], part, count)
                 for survey, arguments, received in zip([surveys[0], *surveys[1:] * count], given, pieces, strict=True):
                     runs.append(tensors_in(self._output(method, arguments, survey, stage, received)))
-        except Exception:  # noqa: BLE001 - the pass that comes raises it too, and tells the other stages
+        except Exception:  # noqa: BLE001 - the next pass raises it too, and tells the other stages
             return 0.0
         return max((_distance(*each) for each in zip(*runs, strict=False)), default=0.0)
 
@@ -175,14 +175,14 @@ class LossKinds:
         )
 
     def _output(self, method: Method, given: Any, survey: Survey, stage: int, received: list[torch.Tensor]) -> Any:
-        seed_generators(0)  # for each run the same
+        seed_generators(0)  # the same for each run
         arguments = map_tensors(torch.clone, given)
         with self._in_precision.context(), without_chance():
             return self._relay.run(survey, stage, received, method, arguments)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Leave the model, and the random numbers, as they were before a ``with``."""
+        """Restore the model and the random numbers after a ``with``."""
         net = self._relay.net
         with kept_attributes(net), _kept_buffers(net), preserved(), self._streams.kept():
             yield
@@ -190,7 +190,7 @@ class LossKinds:
 
 @contextmanager
 def _kept_buffers(net: nn.Module) -> Iterator[None]:
-    """Give a model its buffers and their numbers back after a ``with``."""
+    """Restore a model's buffers and their numbers after a ``with``."""
     places = [(module, name) for module in net.modules() for name, _ in module.named_buffers(recurse=False)]
     before = [(module, name, module._buffers[name]) for module, name in places]
     numbers = [buffer.clone() if buffer is not None and is_here(buffer) else None for _, _, buffer in before]
@@ -204,21 +204,21 @@ def _kept_buffers(net: nn.Module) -> Iterator[None]:
 
 
 def _cut(whole: torch.Tensor, part: torch.Tensor) -> int | None:
-    """Return the dimension in which a tensor is cut, where it is."""
+    """Return the dimension in which a tensor was cut, or ``None``."""
     return next(
         (dim for dim, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other), None
     )
 
 
 def _pieces(made: list[torch.Tensor], part: list[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """Return tensors, and the parts of each microbatch."""
+    """Return whole tensors, and the parts for each microbatch."""
     dims = [_cut(one, other) for one, other in zip(made, part, strict=True)]
     cut = [[one] * count if dim is None else one.chunk(count, dim) for one, dim in zip(made, dims, strict=True)]
     return [made, *([each[number] for each in cut] for number in range(count))]
 
 
 def _distance(whole: torch.Tensor, *parts: torch.Tensor) -> float:
-    """Return by how much a tensor is not that of its parts, or where it has no parts, not their mean."""
+    """Return how far a tensor is from the concatenation of its parts, or from their mean if it was not cut."""
     dim = _cut(whole, parts[0])
     wide = widest(whole.device)
     exact = [part.to(wide) for part in parts]
@@ -227,14 +227,14 @@ def _distance(whole: torch.Tensor, *parts: torch.Tensor) -> float:
 
 
 def _made_up(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor like one that a stage receives."""
+    """Return a random tensor like one that a stage receives."""
     if not tensor.is_floating_point():
         return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.randn(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_()
 
 
 def _error(expected: LastStage, runs: list[LastStage], dims: list[int | None], factors: list[float]) -> float:
-    """Return by how much a weighted sum of losses is another than the expected one, with their gradients."""
+    """Return how far a weighted sum of losses, with its gradients, is from the expected one."""
     off = size = 0.0
     for number, (slope, dim) in enumerate(zip(expected.slopes, dims, strict=True)):
         if slope is not None and dim is not None:

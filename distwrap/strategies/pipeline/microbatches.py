@@ -1,4 +1,4 @@
-"""Batches in parts, and the weights of the parts' losses in that of the batch."""
+"""Microbatches, and the weights of their losses in the loss of the batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ROUNDING = 1e-6
 
 
 def batch_size(given: Any) -> int:
-    """Return the length of the first tensor that has one."""
+    """Return the length of the first tensor that has a dimension."""
     return next((len(tensor) for tensor in tensors_in(given) if tensor.dim()), 1)
 
 
 def parts_of(given: Any, count: int) -> list[Any]:
-    """Return the arguments of each microbatch: tensors as long as the batch are cut, others go to all of them."""
+    """Return the arguments of each microbatch: tensors as long as the batch are cut, others are passed whole."""
     if count == 1:
         return [given]
     batch = batch_size(given)
@@ -33,18 +33,18 @@ def parts_of(given: Any, count: int) -> list[Any]:
 
 
 class LossWeights:
-    """Weights of the microbatches' losses in a batch's, which is their mean or their sum.
+    """Weights of the microbatches' losses in a batch's loss, which is their mean or sum.
 
-    In a mean a microbatch counts as much as there is in it of what its loss is divided by, as words that are no
-    padding: relative to the first one, since what the others have is not known yet when its backward begins.
+    In a mean, the weight of a microbatch is the divisor of its loss, such as a count of words without padding. It is
+    relative to the first microbatch, since later divisors are not known when its backward begins.
 
     Args:
         reduction: ``"mean"`` or ``"sum"``.
-        count: of microbatches.
+        count: the number of microbatches.
 
     Attributes:
         total: the sum of the weights, by which the weighted sum of the losses is divided at the end.
-        unlike: whether the microbatches' losses, so weighted, are another loss than the batch's.
+        unlike: whether these weights cannot give the loss of the batch.
     """
 
     def __init__(self, reduction: str, count: int) -> None:
@@ -54,7 +54,7 @@ class LossWeights:
         self.unlike: bool | torch.Tensor = False
 
     def of(self, loss: torch.Tensor) -> Any:
-        """Return the weight of the next microbatch."""
+        """Return the weight of the next microbatch's loss."""
         wide = torch.promote_types(loss.dtype, torch.float32)
         found = [each.detach().to(wide) if isinstance(each, torch.Tensor) else each for each in divisors(loss)]
         self._first = self._first or found
@@ -63,7 +63,7 @@ class LossWeights:
         ratios = [_ratio(mine, its) for mine, its in zip(found, self._first, strict=True)]
         ratio: Any = 1.0 if self._is_sum else ratios[0]
         for each in ratios:
-            alike = (abs(each - ratio) <= _ROUNDING) & (each > 0)  # not so where there is nothing to count
+            alike = (abs(each - ratio) <= _ROUNDING) & (each > 0)  # false if there is nothing to count
             self.unlike = self.unlike | (not alike if isinstance(alike, bool) else ~alike)
         weight = ratio * self._share
         self.total = 1.0 if self._is_sum else self.total + weight

@@ -1,4 +1,4 @@
-"""A model in stages: its methods run through all of them, on every rank of the pipeline."""
+"""The wrapper of a model in stages, whose methods run through all stages on every rank of the pipeline."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass
 from distwrap.strategies.pipeline.streams import Streams
 from distwrap.wording import first_line
 
-_PASSES = 4  # of which the buffers are kept
+_PASSES = 4  # the last passes keep their buffers
 
 
 class _Begins(BaseException):
-    """A method has come to its first forward."""
+    """Signal that a method has reached its first forward."""
 
     def __init__(self, whole: bool) -> None:
-        self.whole = whole  # it calls the model itself, without gradients
+        self.whole = whole  # whether it calls the model itself without gradients
 
 
 @dataclass(frozen=True)
 class PassSettings:
-    """Choices for the passes of a model.
+    """Settings for the passes of a model.
 
     Attributes:
         schedule: the name of torch's schedule.
-        microbatches: how many at most.
-        is_given: whether the user has chosen that number.
-        reduction: whether a loss is the mean or the sum over a batch; ``"auto"`` to find out.
+        microbatches: the most microbatches.
+        is_given: whether the user has given that number.
+        reduction: whether a loss is the mean or the sum over a batch; ``"auto"`` finds out.
     """
 
     schedule: str
@@ -70,19 +70,19 @@ class PassSettings:
 
 
 class PipelineRouting(Routing):
-    """Runs of the model's methods through the stages.
+    """Runs of a model's methods through the stages.
 
     Args:
         net: the user's model.
-        chain: its blocks.
-        line: this rank's place.
-        world: of the run.
-        wrapping: precision, device, methods.
-        settings: how to run.
+        chain: the blocks of the model.
+        line: this rank's place in the pipeline.
+        world: the world of the run.
+        wrapping: precision, device and methods.
+        settings: the settings of passes.
 
     Attributes:
-        holders: which ranks have what.
-        alignment: of the forwards.
+        holders: the ranks that have each tensor.
+        alignment: the forwards of the model.
         syncs: whether the next backward averages gradients with the other pipelines.
     """
 
@@ -98,7 +98,7 @@ class PipelineRouting(Routing):
             self.holders.settle_as(twin)
         self._kinds_of_losses = LossKinds(self.relay, line, wrapping.in_precision, self._streams, settings.reduction)
         self._alike = Alike(line.group, line.device, "the ranks of a pipeline", draws_alike=True)
-        self._broken = ""  # the method in which the stages came out of step
+        self._broken = ""  # the method in which stages got out of step
         world.part(NamedInputs).models.add(self)
         self.syncs = True
         self.alignment = Alignment(type(net).__name__, line.ranks)
@@ -115,18 +115,18 @@ class PipelineRouting(Routing):
         return self.module(*args, **kwargs)
 
     def _on_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what the model's own forward is."""
+        """Run the model's own forward."""
         if self.relay.is_running:
             return self._forward(*args, **kwargs)
         return self._through_stages("forward", self._forward, args, kwargs)
 
     def give_back(self, state: dict[str, Any]) -> None:
-        """Make the user's module again what it was, with a full state."""
+        """Restore the user's module with a full state."""
         self.relay.release()
         put_back_forward(self.module, self._own_forward)
         make_present(self.module)
         self.model.load_state_dict(state)
-        for name, buffer in self.model.named_buffers():  # those that no state has, too
+        for name, buffer in self.model.named_buffers():  # also those that are in no state dict
             dist.broadcast(buffer, self.line.ranks[min(self.holders.ranks[name])], self.line.group)
 
     def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +153,7 @@ class PipelineRouting(Routing):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Interrupt at the first call of a module of the model."""
+        """Raise an exception at the first call of one of the model's modules."""
 
         def on_call(module: nn.Module, args: Any) -> None:
             if id(module) in self._parts:
@@ -182,7 +182,7 @@ class PipelineRouting(Routing):
         call = call_of(name, given, self.model, self.line.device.type)
         if torch.is_grad_enabled():
             return self._in_precision.outputs(self._train(call, method, given))
-        with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
+        with torch.inference_mode(False), torch.no_grad():  # views of parameters are allowed here
             return self._evaluate(call, method, given)
 
     def _evaluate(self, call: Call, method: Method, given: Any) -> Any:
@@ -195,11 +195,11 @@ class PipelineRouting(Routing):
 
     @contextmanager
     def _in_step(self, name: str) -> Iterator[None]:
-        """Remember where a pass ends early, whose messages the other stages wait for."""
+        """Note a pass that ends early, for whose messages the other stages wait."""
         error = None
         try:
             yield
-        except StageError as ended:  # all stages are at its end
+        except StageError as ended:  # all stages have ended the pass
             error = ended.error
         except BaseException:
             self._broken = name
@@ -219,7 +219,7 @@ class PipelineRouting(Routing):
         return self._surveys[key]
 
     def _twins(self) -> list[Holders]:
-        """Return the holders of models alike, as one of averages, which are to have the same stages."""
+        """Return the holders of similar models, such as averages, which must have the same stages."""
         others = [model.__dict__.get("_distwrap") for model in self.world.part(WrappedModels)]
         return [
             other.holders
@@ -228,7 +228,7 @@ class PipelineRouting(Routing):
         ]
 
     def _own_buffers(self) -> Buffers | None:
-        """Return the buffers of this rank's stages, of which the first pipeline's are those that count."""
+        """Return the buffers of this rank's stages; those of the first pipeline are used on all."""
         channel, place = self.world.channel, dist.get_rank(self.line.group)
         name = f"{self.world.count('model in stages')} of stage {place}"
         if channel is None or self.world.layout.size == 1:
@@ -237,7 +237,7 @@ class PipelineRouting(Routing):
         return Buffers(self.model, rank, channel, name, source=place, holds=is_here)
 
     def sync_buffers(self, how: str) -> None:
-        """Give all pipelines the same buffers: the first one's, or the mean."""
+        """Give all pipelines the same buffers: those of the first one, or the mean."""
         self.holders.sync_buffers(self.world.layout, how)
 
     def _train(self, call: Call, method: Method, given: Any) -> Any:
@@ -250,13 +250,13 @@ class PipelineRouting(Routing):
         except Exception as error:
             if count == 1:
                 raise
-            self._survey(call, method, given)  # else the error is no matter of the cut
+            self._survey(call, method, given)  # raises an error that has nothing to do with the cut
             self._kinds_of_losses.run_whole(call, f"cannot run on a part of a batch ({first_line(error)}): it")
             return self._train(call, method, given)
         changes = count > 1 and bool(survey.changed) and not self.settings.is_given
         looks = count > 1 and not changes and self._kinds_of_losses.needs_look(call)
         if changes or looks or 1 < count == batch_size(given):
-            whole = self._survey(call, method, given)  # of one sample an output may be one number too
+            whole = self._survey(call, method, given)  # with one sample an output may be a scalar too
         if any(not isinstance(each.result, torch.Tensor) or each.result.numel() != 1 for each in (survey, whole)):
             return self._train_whole(call, method, given)
         if not survey.result.requires_grad:
@@ -271,19 +271,19 @@ class PipelineRouting(Routing):
             parts, survey = [given], whole
         elif looks:
             with self._in_step(call.name):
-                mixes = self.settings.is_given and (bool(survey.changed) or self._mixes_samples())  # as was asked for
+                mixes = self.settings.is_given and (bool(survey.changed) or self._mixes_samples())  # as requested
                 can_be_cut = self._kinds_of_losses.look(call, method, [given, *parts], [whole, survey], mixes)
             if not can_be_cut:
                 parts, survey = [given], whole
         return self._train_parts(call, method, given, parts, survey)
 
     def _train_parts(self, call: Call, method: Method, given: Any, parts: list[Any], survey: Survey) -> Any:
-        """Run a method that returns a loss, on microbatches."""
+        """Run a method that returns a loss on microbatches."""
         key = survey.key, len(parts)
         training_pass = self._passes.get(key) or TrainingPass(
             self.settings.schedule, self.relay, self.line, survey, self._in_precision, self._streams, len(parts)
         )
-        self._passes[key] = training_pass  # those used last are kept
+        self._passes[key] = training_pass  # the last used are kept
         scale = self._scale()
         with self._in_step(call.name), apart(self.holders.trained()) as found:
             outcome = training_pass.run(method, parts, self._kinds_of_losses.of(call), scale)
@@ -297,7 +297,7 @@ class PipelineRouting(Routing):
         return _linked(total, [total], lambda grads: self._lay(found, grads[0].sum() / (scale * weight)))
 
     def _train_whole(self, call: Call, method: Method, given: Any) -> Any:
-        """Run a method that returns other things than a loss, whose gradients come later."""
+        """Run a method that does not return a loss, whose gradients come later."""
         say_once(
             f"whole {call.name}",
             f"{call.name}() runs a batch as a whole through the stages, one after the other: it returns no loss alone. "
@@ -319,21 +319,21 @@ class PipelineRouting(Routing):
         return _linked(result, linked, hand_on) if linked else result
 
     def _count(self, call: Call, given: Any) -> int:
-        """Return into how many microbatches a batch is cut."""
+        """Return the number of microbatches for a batch."""
         if self._kinds_of_losses.is_whole(call) or (not self.settings.is_given and self._mixes_samples()):
             return 1
         batch = batch_size(given)
         return next(n for n in range(max(1, min(self.settings.microbatches, batch)), 0, -1) if batch % n == 0)
 
     def _mixes_samples(self) -> bool:
-        """Return whether the first dimension cannot be cut: samples depend on each other, or are along another one."""
+        """Return whether the batch cannot be cut along dimension 0: samples interact, or it is not the batch."""
         return any(
             (module.training and isinstance(module, norm_classes())) or getattr(module, "batch_first", True) is False
             for module in self.model.modules()
         )
 
     def _scale(self) -> float:
-        """Return by what losses are multiplied for their backwards, so that gradients in float16 do not vanish."""
+        """Return the factor for losses in their backwards, so that float16 gradients do not vanish."""
         scaling = self.world.part(LossScaling)
         if scaling.scaler is None:
             return 1.0
@@ -341,7 +341,7 @@ class PipelineRouting(Routing):
         return scaling.scaler.get_scale()
 
     def _lay(self, found: Gradients, factor: torch.Tensor | None) -> None:
-        """Add gradients to those that the parameters have, and average them with the other pipelines'."""
+        """Add new gradients to those of the parameters, and average them with the other pipelines."""
         if found and factor is not None:
             foreach("mul_", list(found.values()), float(factor))
         for parameter, grad in found.items():
@@ -358,22 +358,22 @@ class PipelineRouting(Routing):
             call_after_accumulation(parameter)
 
     def exchanges(self, nodes: Iterable[Any]) -> bool:
-        """Return whether a pass through the stages has made one of the nodes of a graph."""
+        """Return whether one of these graph nodes is a pass through the stages."""
         return any(is_of_pass(node) for node in nodes)
 
     def refuse_copy(self) -> NoReturn:
-        """Refuse to copy or pickle the model, as any of its absent parameters does."""
+        """Refuse to copy or pickle the model, as its absent parameters do."""
         refuse_copy()
 
 
 class PipelineModel(UncopiedModel):
-    """A model of which this rank has the blocks of its stages."""
+    """Model of which this rank has the blocks of its stages."""
 
     _distwrap: PipelineRouting
 
 
 def _linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:
-    """Return a result some of whose tensors hand on their gradients."""
+    """Return a result in which some tensors pass on their gradients."""
     anchor = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         linked = Results.apply(anchor, hand_on, *tensors)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Runs of a model's own method from one block to another: what comes before and after is left to other stages."""
+"""Run a stage's part of a model's own method; code before and after it is left to other stages."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ BlockRun = Callable[[int, Method, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass
 class Survey:
-    """Knowledge of a method's run, from one in which all numbers were absent.
+    """Facts about a method, from a run in which all numbers were absent.
 
     Attributes:
-        outputs: of each block, absent.
-        needs: names of the parameters and buffers of no block of which each stage computes, or which it changes.
+        outputs: the absent output of each block.
+        needs: for each stage, names of parameters and buffers outside of blocks that it uses or changes.
         changed: names of the buffers that a run changes.
-        result: of the method, with absent tensors.
-        key: the call and the sizes.
-        draws: whether what is outside of the blocks draws random numbers, which all stages must have.
-        chance: whether anything draws.
-        generators: which are drawn from.
-        hidden: absent tensors for a stage, in the place of others that are here.
-        writes: whether it changes tensors that it is given.
+        result: the result of the method, with absent tensors.
+        key: the call and the sizes of its tensors.
+        draws: whether code outside of blocks draws random numbers, which must be equal on all stages.
+        chance: whether any code draws.
+        generators: the generators that are used.
+        hidden: by stage, absent tensors that replace present ones.
+        writes: whether it changes its argument tensors.
     """
 
     outputs: list[Any] = field(default_factory=list)
@@ -59,22 +59,22 @@ class Survey:
 
 
 class Leave(BaseException):
-    """End of a stage's part of a method; no ``except Exception`` of the user's stops it."""
+    """End of a stage's part of a method, which no ``except Exception`` of the user stops."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
 
 
 class Relay:
-    """The blocks of a model, whose calls it sees.
+    """Blocks of a model, with hooks around their calls.
 
     Args:
         net: the user's model.
-        chain: its blocks.
+        chain: the blocks of the model.
         streams: the random numbers.
 
     Attributes:
-        is_running: whether a method is being run for a stage.
+        is_running: whether a method runs for a stage.
     """
 
     def __init__(self, net: nn.Module, chain: Chain, streams: Streams) -> None:
@@ -89,16 +89,16 @@ class Relay:
         return self._run is not None
 
     def release(self) -> None:
-        """Let the blocks run as they are from now on."""
+        """Remove the hooks from the blocks."""
         for block, own in zip(self.chain.blocks, self._before, strict=True):
             put_back_calls(block, own)
 
     def survey(self, method: Method, args: Any, kwargs: Any) -> Survey:
-        """Run a method without any numbers: on a few sizes, with no communication.
+        """Run a method without any numbers, and return facts about it; no communication.
 
         Raises:
-            ModelError: the method calls the blocks in another order, or not all of them; or a stage would need what
-                another one has computed, other than the output of the block before it.
+            ModelError: the method does not call all blocks in order; or a stage needs a result of another one, other
+                than the output of the block before it.
         """
         survey, names = Survey(needs=[set() for _ in self.chain.ends]), self.chain.names
         fresh = map_tensors(torch.clone, (args, kwargs))
@@ -126,7 +126,7 @@ class Relay:
                 begins = self._streams.states()
                 try:
                     output = forward(*args, **kwargs)
-                except NumbersElsewhereError:  # its own stage has them; what it returns is compared there
+                except NumbersElsewhereError:  # its stage has them, and compares its output
                     output, survey.chance = _like_first(self.chain.blocks[number], args, kwargs), True
                     survey.changed.update(self._buffers_in(number))  # perhaps
                 output = map_tensors(lambda tensor: _absent(tensor, names[number]), output)
@@ -137,13 +137,13 @@ class Relay:
             return output
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            buffers.changed()  # since the absent ones have taken their places
+            buffers.changed()  # absent buffers have replaced the others
             try:
                 result = method(*args, **kwargs)
             except NumbersElsewhereError as error:
                 if not has_gradients or len(survey.outputs) < len(names):
                     raise
-                result = _some_loss(survey.outputs[-1], error.sources)  # else the last stage says what it returns
+                result = _some_loss(survey.outputs[-1], error.sources)  # a guess, which the last stage checks
                 survey.changed.update(self._buffers_in(None))
             note_changes(len(names))
             return result
@@ -158,7 +158,7 @@ class Relay:
                 seen, survey.outputs = (list(used), survey.outputs), []
                 again = map_tensors(torch.clone, (args, kwargs))
                 self._while(block, lambda: functional_call(caller, absent, (run, *again)))
-                (used, survey.outputs), counters = seen, counters & numbers.changed()  # not what is kept from now on
+                (used, survey.outputs), counters = seen, counters & numbers.changed()  # except values that stay
         if counters:
             raise ModelError(
                 f"the forward changes {min(counters)!r}, a number that is an attribute of a module. A stage "
@@ -187,7 +187,7 @@ class Relay:
                     )
                 if source not in names:
                     survey.needs[stage].add(source)
-        for name, _ in self.net.named_buffers():  # a count of batches goes where its module's statistics do
+        for name, _ in self.net.named_buffers():  # a count of batches stays with its module's statistics
             path = name.rpartition(".")[0]
             for needs in survey.needs if path else ():
                 if any(needed.rpartition(".")[0] == path for needed in needs):
@@ -198,14 +198,14 @@ class Relay:
         """Run a stage's part of a method.
 
         Args:
-            survey: of the method with such arguments.
-            stage: which part.
-            received: the tensors that the stage before has computed.
-            method: of the user's model.
+            survey: the survey of the method with such arguments.
+            stage: the stage to run.
+            received: the tensors that the previous stage has computed.
+            method: the method of the user's model.
             given: its arguments.
 
         Returns:
-            The output of the stage's last block, or what the method returns where that is the last of all.
+            The output of the stage's last block, or in the last stage the method's result.
         """
         begin, end = self.chain.ends[stage - 1] if stage else 0, self.chain.ends[stage]
         count = 0
@@ -226,7 +226,7 @@ class Relay:
                 raise Leave(output)
             return output
 
-        # Each run has containers of its own, of which a method may take what it is given.
+        # Each run has its own containers, from which a method may remove items.
         args, kwargs = map_tensors(torch.clone if survey.writes else torch.detach, given)
         hidden = self._hidden(survey, stage)
         try:
@@ -240,14 +240,14 @@ class Relay:
         return result
 
     def _buffers_in(self, number: int | None) -> set[str]:
-        """Return the names of the buffers in a block, or in none."""
+        """Return the names of the buffers in a block, or outside of all blocks."""
         names = [name for name, _ in self.net.named_buffers()]
         if number is None:
             return {name for name in names if self.chain.stage_of(name) is None}
         return {name for name in names if name.startswith(f"{self.chain.names[number]}.")}
 
     def _hidden(self, survey: Survey, stage: int) -> dict[str, torch.Tensor]:
-        """Return absent tensors for what is here for another stage of this rank, and would be used in vain."""
+        """Return absent tensors for tensors that are here only for another stage of this rank."""
         if stage not in survey.hidden:
             others = set().union(*survey.needs) - survey.needs[stage]
             named = [*self.net.named_parameters(), *self.net.named_buffers()]
@@ -298,7 +298,7 @@ class Relay:
 
 
 class _Buffers:
-    """Buffers of a model, whose changes it sees."""
+    """Buffers of a model, with detection of changes."""
 
     def __init__(self, net: nn.Module) -> None:
         self._places = [
@@ -309,7 +309,7 @@ class _Buffers:
         self._seen: list[tuple[torch.Tensor | None, int]] = []
 
     def changed(self) -> set[str]:
-        """Return the names of those that have other numbers, or are other tensors, than at the last call."""
+        """Return the names of buffers that have changed, or were replaced, since the last call."""
         before = self._seen
         now = [getattr(module, last, None) for _, module, last in self._places]
         self._seen = [(buffer, 0 if buffer is None else version_of(buffer)) for buffer in now]
@@ -329,7 +329,7 @@ class _Caller(nn.Module):
 
 
 def _like_first(block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return a tensor like the first one that a block is given, as it returns in most models."""
+    """Return a tensor like the block's first input, as blocks of most models do."""
     first = tensors_in((args, kwargs))[0]
     trains = first.requires_grad or any(parameter.requires_grad for parameter in block.parameters())
     return first.detach().requires_grad_(trains and torch.is_grad_enabled())
@@ -348,10 +348,10 @@ def _is_in_checkpoint() -> bool:
 
 
 def _absent(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return an absent tensor for a parameter, a buffer or a block's output, which is the beginning of a graph."""
+    """Return an absent leaf tensor for a parameter, a buffer or a block's output."""
     return Absent(tensor.detach(), {name}).requires_grad_(tensor.requires_grad)
 
 
 def _refilled(output: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return a block's output with what was received; copies, since blocks may change their inputs in place."""
+    """Return a block's output with copies of the received tensors, as blocks may change inputs in place."""
     return map_tensors(lambda _: next(tensors).clone(), output)

@@ -1,4 +1,4 @@
-"""The passes through the stages: forward alone, or torch's schedule of forwards and backwards of microbatches.
+"""Passes through the stages: a whole batch, or torch's schedule of forwards and backwards of microbatches.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
@@ -39,10 +39,10 @@ class Line:
 
     Attributes:
         group: the ranks of the pipeline, in the order of their stages.
-        ranks: theirs in the world.
-        own: the stages of this rank, in their order.
-        stages: how many there are.
-        device: on which this rank computes.
+        ranks: their global ranks.
+        own: the stages of this rank, in order.
+        stages: the number of stages.
+        device: the device of this rank.
     """
 
     group: dist.ProcessGroup
@@ -52,18 +52,18 @@ class Line:
     device: torch.device
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank in the world that has a stage."""
+        """Return the global rank of a stage."""
         return self.ranks[stage % len(self.ranks)]
 
 
 class WholePass:
-    """One pass of a whole batch through all stages, and back where its outputs have gradients.
+    """Pass of a whole batch through all stages, and back if its outputs have gradients.
 
     Args:
         relay: runs the model's method.
-        line: this rank's place.
-        survey: of the method with the batch.
-        in_precision: in which the method computes.
+        line: this rank's place in the pipeline.
+        survey: the survey of the method with the batch.
+        in_precision: the precision in which the method computes.
         streams: the random numbers.
     """
 
@@ -73,7 +73,7 @@ class WholePass:
         self._kept: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def forward(self, method: Method, given: tuple[Any, Any]) -> Any:
-        """Run a method forward through all stages, and return its result on every rank, without a graph."""
+        """Run a method through all stages, and return its result on every rank, without a graph."""
         with self._streams.of_pass(self._survey.generators if self._survey.chance else frozenset()):
             return self._ran(method, given)
 
@@ -94,7 +94,7 @@ class WholePass:
                     with self._in_precision.context():
                         output = self._relay.run(self._survey, stage, received, method, given)
                     check_like(output, expected, stage)
-                except Exception as raised:  # noqa: BLE001 - it is raised when no stage waits any more
+                except Exception as raised:  # noqa: BLE001 - raised when no stage waits any more
                     error = raised
             if stage < line.stages - 1:
                 for tensor in tensors_in(output):
@@ -109,7 +109,7 @@ class WholePass:
         return shared(result, line)
 
     def backward(self, grads: list[torch.Tensor]) -> None:
-        """Compute the gradients from those of the result's tensors, in their order."""
+        """Compute gradients from those of the result's tensors, in their order."""
         line = self._line
         while self._kept:
             stage, received, outputs = self._kept.pop()
@@ -124,12 +124,12 @@ class WholePass:
 
 
 def trained_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a nesting that have gradients."""
+    """Return the tensors in a nesting that require a gradient."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def shared(result: Any, line: Line) -> Any:
-    """Return the last stage's result on every rank; on the others it is looked at for its nesting and sizes alone."""
+    """Return the last stage's result on every rank; other ranks use only the nesting and sizes of theirs."""
     last = line.rank_of(line.stages - 1)
 
     def broadcast(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,12 +148,12 @@ def shared(result: Any, line: Line) -> Any:
 
 
 class PassSums(NamedTuple):
-    """Numbers that the ranks of a pipeline have after a pass over microbatches.
+    """Sums over the ranks of a pipeline after a pass over microbatches.
 
     Attributes:
         loss: the weighted sum of the microbatches' losses.
-        weight: the sum of the weights, by which that and the gradients are to be divided.
-        unlike: whether the loss of the batch is another than what was computed of the microbatches'.
+        weight: the sum of the weights, by which the loss and the gradients must be divided.
+        unlike: whether the batch's loss cannot be computed from its microbatches.
     """
 
     loss: float
@@ -165,13 +165,13 @@ class TrainingPass:
     """torch's schedule over microbatches of one size.
 
     Args:
-        kind: of the schedule: ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``.
+        kind: the schedule: ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``.
         relay: runs the model's method.
-        line: this rank's place.
-        survey: of the method with a microbatch.
-        in_precision: in which the method computes.
+        line: this rank's place in the pipeline.
+        survey: the survey of the method with a microbatch.
+        in_precision: the precision in which the method computes.
         streams: the random numbers.
-        count: of microbatches.
+        count: the number of microbatches.
     """
 
     def __init__(
@@ -207,15 +207,15 @@ class TrainingPass:
             stage.num_stages = line.stages
 
     def run(self, method: Method, given: Sequence[Any], reduction: str, scale: float) -> PassSums:
-        """Leave the gradients of a weighted sum of the microbatches' losses in the parameters.
+        """Compute the gradients of a weighted sum of the microbatches' losses.
 
-        An error in a stage is kept, and the pass goes on with numbers that are none, so that no other stage waits.
+        After an error in a stage the pass goes on with zeros, so that no other stage waits.
 
         Args:
-            method: returns a microbatch's loss.
+            method: returns the loss of a microbatch.
             given: the arguments of each microbatch.
-            reduction: whether the loss of the batch is the ``"mean"`` or the ``"sum"`` of them.
-            scale: by which the loss is multiplied for its backward.
+            reduction: whether the loss of the batch is the ``"mean"`` or the ``"sum"`` of these losses.
+            scale: the factor of the loss in its backward.
         """
         self._method, self._given, self._scale = method, given, scale
         self._weights, self._losses, self._error = LossWeights(reduction, self._count), [], None
@@ -223,7 +223,7 @@ class TrainingPass:
         numbers = torch.arange(self._count)
         try:
             with self._streams.of_pass(self._survey.generators if self._survey.chance else frozenset()):
-                with torch.autocast(self._device, enabled=False):  # of the user's own, in which no backward belongs
+                with torch.autocast(self._device, enabled=False):  # the user's must not include backwards
                     self._step(numbers)
                 weights, outcome = self._weights, [0.0, 0.0, 0.0]
                 if self._losses:
@@ -237,7 +237,7 @@ class TrainingPass:
         try:
             self._schedule.step(target=numbers, losses=[], number=numbers)
         except RuntimeError as error:
-            own = error.__cause__  # whose type torch's words hide, and whether a peer was lost
+            own = error.__cause__  # torch's message hides its type, and a lost peer
             if own is not None and "Failed to run stage backward" in str(error):
                 raise own from own.__cause__
             raise
@@ -265,7 +265,7 @@ class TrainingPass:
         if self._error is None:
             try:
                 return self._computed(self._method, stage, list(received), number, is_last)
-            except Exception as error:  # noqa: BLE001 - it is raised when no stage waits any more
+            except Exception as error:  # noqa: BLE001 - raised when no stage waits any more
                 self._error = error
         if is_last:
             return torch.zeros(1, dtype=self._loss_type, device=self._line.device, requires_grad=True)
@@ -287,10 +287,10 @@ class TrainingPass:
 
 
 class StageError(BaseException):
-    """End of a pass, which all stages have come to, with an error.
+    """End of a pass with an error, which all stages have reached.
 
     Attributes:
-        error: for the caller of the method.
+        error: the error for the caller of the method.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -300,10 +300,10 @@ class StageError(BaseException):
 def end_pass(
     line: Line, streams: Streams, survey: Survey, error: Exception | None, numbers: Sequence[float] = ()
 ) -> list[float]:
-    """Return the sums over a pipeline of some numbers of each rank, as a pass ends.
+    """Return the sums of some numbers over a pipeline at the end of a pass.
 
     Raises:
-        StageError: a stage has raised, or has drawn other random numbers than the others.
+        StageError: a stage has raised, or has drawn other random numbers.
     """
     if error is None and streams.surprise():
         error = ModelError(
@@ -336,10 +336,10 @@ def end_pass(
 
 
 def check_like(output: Any, expected: Any, stage: int) -> None:
-    """Refuse an output of a stage that is of other sizes or types, or has other gradients, than the next one awaits.
+    """Refuse an output of a stage with other sizes, types or gradients than the next one expects.
 
     Raises:
-        ModelError: says what was seen.
+        ModelError: they differ.
     """
     seen, known = (list(map(_described, tensors_in(each))) for each in (output, expected))
     if seen != known:
@@ -360,7 +360,7 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class _Part(nn.Module):
-    """A stage as torch's schedules call it."""
+    """Stage as a module for torch's schedules."""
 
     def __init__(self, training_pass: TrainingPass, stage: int, is_last: bool) -> None:
         super().__init__()

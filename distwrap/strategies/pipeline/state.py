@@ -1,4 +1,4 @@
-"""Full states of a model in stages and of its optimizers, put together tensor by tensor; and states in parts."""
+"""Full states of a model in stages and of its optimizers, put together tensor by tensor, and states in parts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class States:
 
     Args:
         net: the user's model.
-        holders: which ranks have what.
-        device: on which this rank computes.
+        holders: the ranks that have each tensor.
+        device: the device of this rank.
     """
 
     def __init__(self, net: nn.Module, holders: Holders, device: torch.device) -> None:
         self._net, self._holders, self._device = net, holders, device
 
     def of_model(self, *, everywhere: bool) -> dict[str, Any]:
-        """Return the model's state dict; on ranks that do not need it, an empty one. Every rank calls it."""
+        """Return the model's state dict, or an empty one on ranks that do not need it; a collective."""
         state, owners, known = self._net.state_dict(keep_vars=True), self._owners(), {}
         wanted = everywhere or dist.get_rank() == 0
         for name, tensor in list(state.items()):
@@ -43,11 +43,11 @@ class States:
         return state
 
     def of_optimizer(self, optimizer: Optimizer, *, everywhere: bool) -> dict[str, Any]:
-        """Return an optimizer's state dict, with everything for all parameters. Every rank calls it."""
+        """Return an optimizer's state dict for all parameters; a collective."""
         return full_state(optimizer.state_dict(), self._owners_of(optimizer), everywhere=everywhere)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a whole state dict for the parameters that are here."""
+        """Load a whole state dict for the parameters on this rank."""
         here = self._numbers_here(optimizer, state)
         mine = {index: entry for index, entry in state["state"].items() if index in here}
         optimizer.load_state_dict({**state, "state": mine})
@@ -68,7 +68,7 @@ class States:
         return {**state, "state": kept}
 
     def load_model(self, state: dict[str, Any]) -> None:
-        """Load a state dict of all tensors, or of those that are here."""
+        """Load a state dict with all tensors, or with those on this rank."""
         own = self._net.state_dict(keep_vars=True)
         given = strip_module_prefix(state, target=own)
         pairs = given.items()
@@ -87,13 +87,13 @@ class States:
         return state_in_parts(optimizer.state_dict(), self._owners_of(optimizer))
 
     def _numbers_here(self, optimizer: Optimizer, state: dict[str, Any]) -> set[Any]:
-        """Return the numbers in a stored state of what belongs to no parameter of another stage."""
+        """Return the parameter numbers in a stored state without those of other stages."""
         saved = [index for group in state["param_groups"] for index in group["params"]]
         pairs = zip(saved, _parameters(optimizer), strict=False)
         return set(state["state"]) - {index for index, parameter in pairs if not is_here(parameter)}
 
     def _owners(self) -> dict[int, int]:
-        """Return the rank of each tensor, by its id: one of the first pipeline, whose ranks are the first ones."""
+        """Return the rank of each tensor by id, which is in the first pipeline and so among the first ranks."""
         ranks = self._holders.ranks
         return {id(tensor): min(ranks[name]) for name, tensor in self._holders.tensors().items()}
 
@@ -109,7 +109,7 @@ class States:
         return numbers.cpu() if wanted else torch.empty(0)
 
     def _part(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
-        """Return a tensor as the piece of its owner alone, which is the whole of it."""
+        """Return a tensor as one whole piece on its owner."""
         mine = dist.get_rank() == owner
         local = tensor.contiguous() if mine else torch.empty(0, dtype=tensor.dtype, device=self._device)
         return on_owner(local, tuple(tensor.shape), owner)

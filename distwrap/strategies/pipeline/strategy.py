@@ -1,4 +1,4 @@
-"""`PipelineStrategy`: the blocks of a model divided among ranks, which work on several microbatches at a time."""
+"""`PipelineStrategy`: the blocks of a model are divided among ranks, which work on several microbatches at a time."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class PipelineStrategy(Strategy):
                 divided |= set(map(id, routing.model.parameters()))
                 counted |= routing.holders.counted_here()
                 group = routing.line.group
-        if group is None or dist.get_rank(group) == 0:  # what is in no pipeline is alike on all ranks of one
+        if group is None or dist.get_rank(group) == 0:  # tensors outside of pipelines are equal on all ranks of one
             counted |= set(map(id, given)) - divided
         grads = [parameter.grad for parameter in given if id(parameter) in counted and parameter.grad is not None]
         place = current_world().device
@@ -223,7 +223,7 @@ class PipelineStrategy(Strategy):
 
 
 class StageOptimizers(RunPart):
-    """Looks at optimizers of models in stages before they step, and lets them see no absent gradient."""
+    """Hooks on steps of optimizers of models in stages, in which they see no absent gradient."""
 
     def __init__(self, world: World) -> None:
         self._tried: WeakSet[Optimizer] = WeakSet()
@@ -235,7 +235,7 @@ class StageOptimizers(RunPart):
             refuse_mixing(optimizer)
             self._tried.add(optimizer)
         frame = inspect.currentframe()
-        if frame is not None and not is_in_step(frame):  # the step of a base class is part of it
+        if frame is not None and not is_in_step(frame):  # a base class's step is part of it
             Absent.step, Absent.asked = frame.f_back, False
 
     def _end(self, *_: Any) -> None:
@@ -251,7 +251,7 @@ class StageOptimizers(RunPart):
 
 
 def _refuse_whole(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs all gradients at once, and forget its state for what is not here any more."""
+    """Refuse an optimizer that needs all gradients at once, and drop its state for parameters of other stages."""
     gone = [
         parameter for parameter in optimizer.state if isinstance(parameter, torch.Tensor) and not is_here(parameter)
     ]
@@ -269,7 +269,7 @@ def _holds_absent(optimizer: Optimizer) -> bool:
 
 
 def routing_of(model: nn.Module) -> PipelineRouting:
-    """Return the runs of a model that this strategy has prepared."""
+    """Return the routing of a model that this strategy has prepared."""
     routing: PipelineRouting = model.__dict__["_distwrap"]
     return routing
 

@@ -1,4 +1,4 @@
-"""Random numbers of a model in stages: alike on all stages outside of the blocks, and apart in each block."""
+"""Random numbers of a model in stages: the same on all stages outside of blocks, and different in each block."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from distwrap.devices.kinds import kind_of
 from distwrap.seeding import GENERATORS, mix, preserved, seed_generators
 
-_NUMBERS = 2**40  # which float64 adds up exactly over thousands of ranks
+_NUMBERS = 2**40  # float64 sums such numbers exactly over thousands of ranks
 
 
 class Streams:
     """Random numbers of the passes through a model.
 
-    All stages run the code before and between the blocks, and one of them may use what another one draws there. So a
-    microbatch begins with one seed on all stages, from a number out of torch's generator, which is alike on the ranks
-    of a pipeline. Each block draws from a stream of its own, seeded by that of the microbatch, which then goes on as if
-    the block had drawn nothing. After a pass the generators are where they were, but for that number.
+    All stages run the code before and between the blocks, and may use numbers that another stage draws there. So each
+    microbatch starts with one seed on all stages, from a number of torch's generator, which is equal on the ranks of a
+    pipeline. Each block draws from its own stream, seeded by the microbatch's, which then continues as if the block had
+    drawn nothing. After a pass the generators are as before, except for that number.
 
     Args:
-        device: on which the model computes.
+        device: the device of the model.
 
     Attributes:
-        number: with which the latest pass began.
+        number: the number with which the last pass began.
         is_on: whether it draws.
     """
 
@@ -38,9 +38,9 @@ class Streams:
 
     @contextmanager
     def of_pass(self, generators: frozenset[str]) -> Iterator[None]:
-        """Take a number for a pass that draws from some generators, and give the caller's streams back afterwards.
+        """Draw a number for a pass that uses some generators, and restore the caller's generators afterwards.
 
-        Where it draws from none, nothing is taken.
+        A pass without generators draws no number.
         """
         self.is_on, self._generators = bool(generators), generators
         self.number = _drawn() if self.is_on else 0
@@ -57,7 +57,7 @@ class Streams:
 
     @contextmanager
     def of_block(self, *, recomputed: bool = False) -> Iterator[None]:
-        """Draw from a stream of a block's own, which a recomputation begins where its forward did."""
+        """Draw from a block's own stream, which a recomputation starts where its forward did."""
         if not (self._trains if recomputed else self.is_on):
             yield
             return
@@ -67,16 +67,16 @@ class Streams:
             yield
 
     def pass_block(self) -> None:
-        """Go on as after a block, which another stage computes."""
+        """Continue as after a block that another stage computes."""
         if self.is_on:
             _drawn()
 
     def surprise(self) -> bool:
-        """Return whether a pass has drawn from torch's generators that was to draw from none."""
+        """Return whether a pass has drawn from torch's generators although it was not expected to."""
         return not self.is_on and self.have_moved(self._begins)
 
     def have_moved(self, before: list[torch.Tensor]) -> bool:
-        """Return whether torch's generators have drawn since they had such states."""
+        """Return whether torch's generators have drawn since these states."""
         return not all(map(torch.equal, before, self.states()))
 
     def states(self) -> list[torch.Tensor]:
@@ -86,7 +86,7 @@ class Streams:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Give the streams of torch's generators back after a ``with``."""
+        """Restore the states of torch's generators after a ``with``."""
         state, *own = self.states()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Fault tolerance a step: ranks may be lost, the others go on, and the lost ones come back; the extra ``torchft``."""
+"""Fault tolerance in each step: if ranks are lost, the others go on, and the lost ones come back; extra ``torchft``."""
 
 from distwrap.strategies.torchft.strategy import TorchFTStrategy
 

@@ -18,18 +18,18 @@ from distwrap.strategies.torchft.state import running_statistics
 
 T = TypeVar("T", bound=torch.Tensor)
 
-_BUCKET_BYTES = 25 * 2**20  # as DDP's
+_BUCKET_BYTES = 25 * 2**20  # as in DDP
 
 
 class Averaging:
-    """Averages of one model's gradients, at the end of each backward that is to exchange them.
+    """Averages of one model's gradients, at the end of each backward that exchanges them.
 
     Args:
-        model: whose parameters are trained; it is not kept alive.
-        members: over which they are averaged.
+        model: the trained model; it is not kept alive.
+        members: the members over which gradients are averaged.
 
     Attributes:
-        is_on: whether the next backward averages; within a window of `accumulate` it does not.
+        is_on: whether the next backward averages; false within a window of `accumulate`.
     """
 
     def __init__(self, model: nn.Module, members: TorchFTMembers) -> None:
@@ -72,7 +72,7 @@ class Averaging:
                 part = flat[start : start + parameter.numel()].view_as(parameter)
                 start += parameter.numel()
                 if share == 0:
-                    continue  # on no rank
+                    continue  # no rank used it
                 if parameter.grad is None:
                     parameter.grad = part.clone()
                 else:
@@ -85,14 +85,14 @@ class Averaging:
 
 
 class Averagings(RunPart):
-    """Averages of the models of one run."""
+    """Averages of all models of a run."""
 
     def __init__(self, world: World) -> None:
         self.of: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
 
 
 def in_buckets(parameters: Sequence[T]) -> Iterable[list[T]]:
-    """Divide tensors into buckets of one type and device each, the last ones first.
+    """Divide tensors into buckets of one type and device, starting with the last tensors.
 
     Example:
         >>> [len(bucket) for bucket in in_buckets([nn.Parameter(torch.zeros(4 * 2**20)) for _ in range(3)])]

@@ -1,6 +1,6 @@
-"""This rank's course through the program: where it is, and how one that comes back gets to where the others are.
+"""The place of this rank in the program, and how a rank that comes back reaches the place of the others.
 
-Nothing here waits for another rank.
+Nothing in this module waits for another rank.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from distwrap.errors import DistwrapError, LoaderError, ModelError
 
 
 class LeftBehindError(DistwrapError, RuntimeError):
-    """A rank that the others have left behind, in another element or pass; its launcher starts it again."""
+    """Rank that the others have left behind, in another element or pass; its launcher starts it again."""
 
 
 @dataclass
 class Place:
-    """Place in the program, the same on all ranks at the start of a step.
+    """Place in the program, which is the same on all ranks at the start of a step.
 
     Attributes:
-        loop: number of the resumable loop under way, from 1; 0 before the first.
-        element: which of its elements is under way, from 0.
-        words: that element in words.
-        passes: how many passes through each loader the element has seen to their ends.
-        at: number of the loader that is about to give a batch; ``None`` at the start of the element.
+        loop: the number of the current resumable loop, from 1; 0 before the first.
+        element: the index of its current element, from 0.
+        words: a text for that element.
+        passes: for each loader, how many passes the element has finished.
+        at: the number of the loader that is about to give a batch; ``None`` at the start of the element.
     """
 
     loop: int = 0
@@ -40,15 +40,16 @@ class Course:
     """Place of this rank in the program, and its way there.
 
     Args:
-        on_landing: called when this rank has come back to where the others are.
+        on_landing: called when this rank has reached the others after coming back.
 
     Attributes:
-        place: where it is.
-        between: results of the collectives between loops.
-        log: results of the collectives of this element, but for those within passes through loaders.
-        counts: what the run had counted at the start of the element, and after each loop.
-        is_narrow: whether ranks that come back may come in between passes alone, since passes count their batches.
-        is_over: whether the last loop has come to its end.
+        place: the place of this rank.
+        between: the results of collectives between loops.
+        log: the results of collectives in this element, except those within passes through loaders.
+        counts: the counters of the run at the start of the element, and after each loop.
+        is_narrow: whether ranks may come back only between passes, after a collective within a pass or a pass that was
+            left.
+        is_over: whether the last loop has ended.
     """
 
     def __init__(self, on_landing: Callable[[], None] = lambda: None) -> None:
@@ -59,30 +60,30 @@ class Course:
         self.counts: list[dict[str, int]] = [{}]
         self.is_narrow = False
         self.is_over = False
-        self._begun: dict[int, tuple[int, int]] = {}  # passes under way, the outer one first; in which loop and element
-        self._skips: list[int] = []  # passes still to skip, on a rank that has come back
-        self._replay: deque[Any] | None = None  # results still to be given again, until the others' place is reached
+        self._begun: dict[int, tuple[int, int]] = {}  # running passes from the outermost on: their loop and element
+        self._skips: list[int] = []  # passes to skip on a rank that has come back
+        self._replay: deque[Any] | None = None  # results to return again until the others' place
         self._landing: Place | None = None
 
     @property
     def is_replaying(self) -> bool:
-        """Whether this rank has come back, and is not yet where the others are."""
+        """Whether this rank has come back, and has not reached the others yet."""
         return self._replay is not None
 
     def is_at(self, place: Place) -> bool:
-        """Return whether this rank is at a place, apart from the step."""
+        """Return whether this rank is at a place, whatever the step."""
         return replace(place, at=None) == replace(self.place, at=None)
 
     @property
     def is_outside(self) -> bool:
-        """Whether no loop is under way."""
+        """Whether no loop is running."""
         return not self.place.loop or self.is_over
 
     def admits(self, loader: int) -> bool:
-        """Return whether a rank that comes in before a batch of this loader would be where the others are.
+        """Return whether a rank that comes back before a batch of this loader would be where the others are.
 
-        It goes through the element from its start. Of a pass within another one it would miss that one's batch, of one
-        from an earlier element the batches of this one, and it would count a pass's batches otherwise than the others.
+        It runs the element from the start. It would miss the outer batch of a nested pass, or the batches of a pass
+        that began in an earlier element, and would count batches differently.
         """
         here = (self.place.loop, self.place.element)
         return not self.is_narrow and list(self._begun)[:1] == [loader] and self._begun[loader] == here
@@ -91,7 +92,7 @@ class Course:
         """Return a number for a loader.
 
         Raises:
-            LoaderError: a loop has begun already.
+            LoaderError: a loop has already begun.
         """
         if self.place.loop:
             raise LoaderError(
@@ -102,10 +103,10 @@ class Course:
         return len(self.place.passes) - 1
 
     def take_over(self, place: Place, between: list[Any], log: list[Any]) -> None:
-        """Be on the way to the others' place, on a rank that comes back.
+        """Start the way to the others' place, on a rank that comes back.
 
         Raises:
-            LoaderError: the others have other loaders.
+            LoaderError: the others have a different number of loaders.
         """
         if len(place.passes) != len(self.place.passes):
             raise LoaderError(
@@ -116,10 +117,10 @@ class Course:
         self.between = list(between)
 
     def begin_loop(self) -> int | None:
-        """Begin the next resumable loop; return its first element for this rank, ``None`` where it is done.
+        """Begin the next resumable loop, and return its first element for this rank; ``None`` if it is done.
 
         Raises:
-            ModelError: it is inside of another one.
+            ModelError: it is inside of another loop.
         """
         if self.place.loop and not self.is_over:
             raise ModelError("resumable() inside of a resumable() loop: use it for the outer loop only.")
@@ -136,7 +137,7 @@ class Course:
         """Begin an element of the loop.
 
         Raises:
-            ModelError: it is another one than the others'.
+            ModelError: the others have another element.
         """
         if self._landing is not None and self._landing.words != words:
             raise ModelError(
@@ -153,11 +154,11 @@ class Course:
             self.log = list(self._replay)
 
     def end_loop(self) -> None:
-        """Take note that the loop is over."""
+        """Note that the loop has ended."""
         self.is_over = True
 
     def begin_pass(self, loader: int) -> bool:
-        """Begin a pass through a loader; return whether it is to be skipped."""
+        """Begin a pass through a loader, and return whether to skip it."""
         if self.is_replaying and self._skips[loader]:
             self._skips[loader] -= 1
             self.place.passes[loader] += 1
@@ -168,14 +169,14 @@ class Course:
         return False
 
     def end_pass(self, loader: int, *, was_left: bool = False) -> None:
-        """Take note that a pass is over, or was left."""
+        """Note that a pass has ended, or was left."""
         if loader in self._begun:
             del self._begun[loader]
             self.place.passes[loader] += 1
             self.is_narrow = self.is_narrow or was_left
 
     def note(self, result: Any) -> None:
-        """Keep the result of a collective for a rank that comes back."""
+        """Keep the result of a collective for ranks that come back."""
         if self._begun and not self.is_outside:
             self.is_narrow = True
         elif self.is_outside:
@@ -185,10 +186,10 @@ class Course:
             self.log.append(result)
 
     def replayed(self, what: str) -> Any:
-        """Return what a collective gave the others.
+        """Return the result that the others got from a collective.
 
         Raises:
-            ModelError: they have made no such collective.
+            ModelError: they did not make this collective.
         """
         if not self._replay:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""The process group that torchft arranges anew whenever ranks are lost or come back: torch's own default group.
+"""The process group that torchft makes again whenever ranks are lost or come back; it is torch's default group.
 
 Source: https://docs.pytorch.org/torchft/
 """
@@ -20,39 +20,39 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from distwrap._internals.torch_groups import set_group_timeout
 from distwrap.network import stores
 
-_CONNECT_SECONDS = 30.0  # for the members of a new group to find each other
+_CONNECT_SECONDS = 30.0  # time for the members of a new group to connect
 
 
 class MemberGroup:
-    """Group of the ranks that are there, which is torch's default group; for torchft's manager.
+    """Default process group of the present ranks, for torchft's manager.
 
     Args:
-        rank: this one's number in the launch, which it keeps.
-        seconds: time limit of a collective.
-        on_change: called with the numbers of the members, in the order of their ranks, when there is a new group.
+        rank: this rank's number in the launch, which never changes.
+        seconds: the time limit of a collective.
+        on_change: called with the numbers of the members, in the order of their ranks, for each new group.
 
     Attributes:
-        name: of the last group, the same on its members.
+        name: the name of the last group, which is the same on its members.
     """
 
     supports_reconfigure = True
-    _device_types = ()  # in whose backends the manager would look for errors, which it hears of from each exchange
+    _device_types = ()  # the manager need not check backends: each exchange reports errors
 
     def __init__(self, rank: int, seconds: float, on_change: Callable[[list[int]], None]) -> None:
         self._number, self._seconds, self._on_change = rank, seconds, on_change
         self._job = uuid.uuid4().hex
         self._served, self._port = stores.serve("127.0.0.1", [0], self._job, _CONNECT_SECONDS)
-        self._store: object = None  # of the group; it must live as long
+        self._store: object = None  # the group's store, which must live as long
         self._sockets: dict[int, str] = {}
         self.name = ""
         os.register_at_fork(after_in_child=self._close_sockets)
 
     def get_reconfigure_handle(self) -> str:
-        """Return where the others find this rank's store."""
+        """Return the address of this rank's store for the others."""
         return json.dumps({"id": self._job, "port": self._port, "rank": self._number})
 
     def reconfigure(self, opts: Any) -> _Done:
-        """Make a new group of the members whose handles are given, in their order."""
+        """Make a new group of the members with these handles, in their order."""
         self.abort()
         members = [json.loads(handle) for handle in opts.handles]
         rank = [member["id"] for member in members].index(self._job)
@@ -75,18 +75,18 @@ class MemberGroup:
 
     @property
     def is_there(self) -> bool:
-        """Whether the group stands."""
+        """Whether there is a group."""
         return dist.is_initialized()
 
     def abort(self) -> None:
-        """Leave the group, so that members that wait for this rank in vain learn of it."""
+        """Leave the group, so that members which wait for this rank notice it."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _close_sockets(self) -> None:
-        """Close the group's connections in a process that was forked of this one, as a loader's worker.
+        """Close the group's connections in a process forked from this one, such as a loader's worker.
 
-        There they would stay open when this one leaves the group, and a member that waits for it would wait on.
+        If they stayed open there after this rank has left the group, members would keep waiting for it.
         """
         for fd, name in self._sockets.items():
             with contextlib.suppress(OSError):
@@ -94,13 +94,13 @@ class MemberGroup:
                     os.close(fd)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Add tensors over the members."""
+        """Sum tensors over the members."""
         group: Any = dist.group.WORLD
         return group.allreduce(tensors, opts)
 
 
 def _sockets() -> dict[int, str]:
-    """Return the sockets of this process by their descriptors; none where the system does not tell."""
+    """Return the sockets of this process by descriptor; empty if the system does not list them."""
     found = {}
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
@@ -113,4 +113,4 @@ def _sockets() -> dict[int, str]:
 
 class _Done:
     def wait(self) -> None:
-        """Nothing: it is done."""
+        """Return at once."""

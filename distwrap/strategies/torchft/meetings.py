@@ -1,7 +1,6 @@
-"""Meetings of the ranks that are there: a group of all of them, at one place of the program, and collectives in it.
+"""Meetings of the present ranks: a group of all of them at one place of the program, and its collectives.
 
-A collective in which a rank dies is made again among those that are left; who has its result already gives it to the
-others.
+A collective in which a rank dies is repeated by the remaining ranks; a rank that has the result sends it to them.
 """
 
 from __future__ import annotations
@@ -34,41 +33,41 @@ from distwrap.wording import first_line, first_names, named_ranks
 
 R = TypeVar("R")
 
-_ATTEMPTS = 5  # at a group, in each of which another member may be lost
-ALONE_SECONDS = 0.1  # between looks of a rank that has come back before those that have the state
+_ATTEMPTS = 5  # attempts to form a group; each may lose another member
+ALONE_SECONDS = 0.1  # pause of a returned rank until one with the state is there
 
 _NOTHING = object()
-ROUND, _MARKS = "the mean of the weights", "the comparison of weights"  # collectives of our own
-WRAPPING = "wrap_model"  # for which a rank that comes back has no use
+ROUND, _MARKS = "the mean of the weights", "the comparison of weights"  # distwrap's own collectives
+WRAPPING = "wrap_model"  # a rank that comes back does not need its result
 
 
 class Meetings(Members):
-    """Work of the members of a run together, outside of steps.
+    """Collective work of the members of a run outside of steps.
 
     Args:
-        world: of the run.
-        lighthouse: torchft's, which knows who is there.
-        store: of the launch, in which ranks tell their launcher how far they are.
-        fewest: number of members without which no step is taken.
+        world: the world of the run.
+        lighthouse: the address of torchft's lighthouse, which knows the present ranks.
+        store: the store of the launch, in which ranks report their progress to the launcher.
+        fewest: the number of members below which no step is taken.
 
     Attributes:
-        quorum: of those that are there.
-        is_away: whether this rank has come back, and is not among the others yet.
+        quorum: the quorum of the present ranks.
+        is_away: whether this rank has come back, and has not joined the others yet.
     """
 
     def __init__(self, world: World, lighthouse: str, store: Store, fewest: int) -> None:
         self._world, self._fewest = world, fewest
         self.quorum = Quorum(world, lighthouse, store, fewest, self._state_dict, self._load_state_dict)
         self._course, self._state = Course(self._landed), TrainingState()
-        self._taken: dict[str, Any] | None = None  # state of the others, until this rank is where they are
+        self._taken: dict[str, Any] | None = None  # the others' state, until this rank has reached them
         self._operations, self._last = 0, None  # collectives so far, and the result of the last one
         self._records = StartRecords(store, world.secret or b"")
-        self._is_open = self._is_fresh = self._is_busy = False  # a step; a quorum; a collective
+        self._is_open = self._is_fresh = self._is_busy = False  # of a step; of a quorum; in a collective
         self.is_away = False
 
     @property
     def number(self) -> int:
-        """This rank's number in the launch, which it keeps."""
+        """This rank's number in the launch, which never changes."""
         return self.quorum.number
 
     @property
@@ -77,34 +76,34 @@ class Meetings(Members):
 
     @abstractmethod
     def _state_dict(self) -> dict[str, Any]:
-        """Return what a member that is behind takes over."""
+        """Return the state for a member that is behind."""
 
     @abstractmethod
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of a member that is ahead."""
+        """Load the state of a member that is ahead."""
 
     @abstractmethod
     def _landed(self) -> None:
-        """Be among the others, on a rank that has come back."""
+        """Join the others, on a rank that has come back."""
 
     @abstractmethod
     def _after_break(self) -> None:
-        """Be at the same step with the others, where a break has left the loop."""
+        """Reach the same step as the others after a break has left the loop."""
 
     def _meet(self, *, admit: bool) -> None:
         """Meet the others at the same place."""
-        # Again where a member is behind by a collective, and is yet to come here; or where there are too few to go on.
+        # Repeated if a member is one collective behind, and has still to come here, or if too few members are there.
         while self._gather(admit=admit)[0] or (admit and len(self.quorum.members) < self._fewest):
             time.sleep(ALONE_SECONDS)
 
     def _gather(self, *, admit: bool) -> tuple[bool, Any]:
-        """Be in a group of all that are there.
+        """Form a group of all present ranks.
 
         Returns:
-            Whether a member was behind by a collective, and if it was this one the result of that.
+            Whether a member was one collective behind, and on that member the collective's result.
 
         Raises:
-            CollectiveError: no group came about.
+            CollectiveError: no group could be formed.
         """
         error: Exception | None = None
         for _ in range(_ATTEMPTS):
@@ -128,7 +127,7 @@ class Meetings(Members):
         )
 
     def _compared(self) -> tuple[bool, Any]:
-        """Let all members of a new group be at the same collective, with the same weights; see `_gather`."""
+        """Bring all members of a new group to the same collective, and compare weights; see `_gather`."""
         secret = self._world.secret or b""
         everyone: list[Any] = [None] * len(self.quorum.members)
         dist.all_gather_object(everyone, sign((self._operations, self._mark()), secret))
@@ -152,7 +151,7 @@ class Meetings(Members):
         return True, self._last
 
     def _mark(self) -> int | None:
-        """Return what is alike on all members, in a number; ``None`` on the way back."""
+        """Return a number that is equal on all members with equal state; ``None`` on the way back."""
         return self._state.fingerprint() if self._taken is None else None
 
     def _refuse_apart(self, marks: list[int | None]) -> None:
@@ -168,7 +167,7 @@ class Meetings(Members):
 
     def _compare(self) -> None:
         marks: list[Any] = self.collective(_MARKS, lambda: gather_object(self._mark()))
-        if len(marks) == len(self.quorum.members):  # else one was lost after it
+        if len(marks) == len(self.quorum.members):  # else a member was lost afterwards
             self._refuse_apart(marks)
         self._is_fresh = not self._is_open
 
@@ -227,7 +226,7 @@ class Meetings(Members):
         raise WorkLostError(f"rank {number} was lost in {key!r}, and another rank does that in its place")
 
     def _after_loss(self, what: str, error: RuntimeError | None) -> Any:
-        """Make a group of those that are left; return the result of the collective where they have it already."""
+        """Form a group of the remaining ranks, and return the collective's result if one of them has it."""
         before = set(self.quorum.members)
         if error is not None:
             self.quorum.fail(error)
@@ -257,5 +256,5 @@ class Meetings(Members):
 
 
 def _copied(result: Any) -> Any:
-    """Return a copy that the loop cannot change; of tensors without their gradients."""
+    """Return a copy that the loop cannot change, with detached tensors."""
     return copy.deepcopy(map_tensors(lambda tensor: tensor.detach(), result))

@@ -1,7 +1,7 @@
-"""The ranks that are there: steps that all of them take or none, the loop, and the way back to it.
+"""The present ranks of a run: steps that all or none of them take, the loop, and the way back to it.
 
-A step begins with a quorum: those that are there make a group, and who is behind takes over the state of who is ahead.
-It ends with a commit, or without one where an exchange failed, as when a rank dies in it.
+A step begins with a quorum: the present ranks form a group, and those behind take over the state of one ahead. It ends
+with a commit, or without one if an exchange failed, as when a rank dies in it.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from distwrap.wording import first_line
 
 Element = TypeVar("Element")
 
-_MOST_REFUSED = 10  # steps in a row: more than deaths explain
+_MOST_REFUSED = 10  # more steps in a row than deaths explain
 
 
 class TorchFTMembers(Meetings):
-    """The members of a run under ``strategy="torchft"``.
+    """Members of a run under ``strategy="torchft"``.
 
     Args:
-        world: of the run.
-        lighthouse: torchft's, which knows who is there.
-        store: of the launch, in which ranks tell their launcher how far they are.
-        fewest: number of members without which no step is taken.
+        world: the world of the run.
+        lighthouse: the address of torchft's lighthouse, which knows the present ranks.
+        store: the store of the launch, in which ranks report their progress to the launcher.
+        fewest: the number of members below which no step is taken.
         come_back: whether lost ranks come back.
     """
 
     def __init__(self, world: World, lighthouse: str, store: Store, *, fewest: int, come_back: bool = True) -> None:
         super().__init__(world, lighthouse, store, fewest)
         self._come_back, self._takes_over = come_back, False
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # before the step, which may be undone
-        self._loads = 0  # of others' states
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies from before the step, which may be undone
+        self._loads = 0  # number of loaded states
         self._refused = 0  # steps in a row that were not taken
         self._verdict = self._has_committed = self._has_left = False
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def arrive(self) -> None:
-        """Come to the others: at the start of the run at once, later not before the loop.
+        """Join the others: at once at the start of the run, later only before the loop.
 
         Raises:
-            ArrivalError: not all ranks came.
+            ArrivalError: not all ranks arrived.
         """
         if not self.quorum.has_begun():
             self.quorum.arrive()
@@ -64,7 +64,7 @@ class TorchFTMembers(Meetings):
         self._be(self._world.placement.world_size - 1)
 
     def _return(self) -> None:
-        """Wait until the others let this rank in, and take over their state."""
+        """Wait until the others admit this rank, and take over their state."""
         self.quorum.begin()
         self.is_away, self._takes_over = False, True
         while self._takes_over:
@@ -75,11 +75,11 @@ class TorchFTMembers(Meetings):
             self._be(self._world.placement.world_size - 1)
 
     def _be(self, rank: int) -> None:
-        """Be a rank to the program: on the way back not the one that prints and saves."""
+        """Set the rank that the program sees; on the way back it is not the one that prints and saves."""
         self._world.placement = replace(self._world.placement, rank=rank)
 
     def _landed(self) -> None:
-        """Be among the others, with their state: what the loop has changed on the way is no longer true."""
+        """Join the others with their state, which replaces what the loop has changed on the way."""
         assert self._taken is not None
         self._state.load_state_dict(self._taken)
         dict.update(self._world.counts, self._taken["counts_now"])  # Counter.update adds
@@ -102,14 +102,14 @@ class TorchFTMembers(Meetings):
         self._buffers = self._state.buffers()
 
     def begin_exchange(self) -> None:
-        """Begin a step at the end of its backward, where no loader has begun it."""
+        """Begin a step at the end of its backward, if no loader has begun it."""
         before = self._loads
         self.begin_step(admit=False)
         if self._loads != before:
             self.quorum.doom(RuntimeError("the gradients were computed with other weights"))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Let an optimizer of our models step where the step is committed; without gradients it changes nothing."""
+        """Let an optimizer step if the step is committed; else drop its gradients, so that it changes nothing."""
         held = parameters_of(optimizer)
         models = {model for model in self._state.models if any(id(each) in held for each in model.parameters())}
         if not models:
@@ -120,8 +120,8 @@ class TorchFTMembers(Meetings):
                 f"gradients within the step."
             )
         if models <= self._state.rounds.keys():
-            return  # each rank takes its own
-        if self._is_open:  # else it is of the same step as another optimizer's
+            return  # each rank takes its own steps
+        if self._is_open:  # else another optimizer has ended this step
             self._commit()
         if not self._verdict:
             for parameter in held.values():
@@ -145,8 +145,8 @@ class TorchFTMembers(Meetings):
             self.quorum.tell("committed")
 
     def end_round(self, mean: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """End a round of steps that each member has taken on its own; return the mean of their weights."""
-        self._is_open = False  # who is lost in the exchange dooms no step: the others exchange again
+        """End a round of each member's own steps, and return the mean of their weights."""
+        self._is_open = False  # a loss in the exchange fails no step: the others exchange again
         found = self.collective(ROUND, mean)
         self._commit()
         return found
@@ -156,7 +156,7 @@ class TorchFTMembers(Meetings):
     def loop(self, elements: Iterable[Element], objects: tuple[Any, ...]) -> Iterator[Element]:
         if objects:
             self._state.objects = objects
-        self._state.things()  # refuses what could not be told apart later
+        self._state.things()  # refuses objects with equal names
         if not self._state.models:
             say("resumable() before wrap_model(): a rank that comes back takes over wrapped models alone")
         if self.is_away:
@@ -176,7 +176,7 @@ class TorchFTMembers(Meetings):
                 dict.update(self._world.counts, counts[0])  # Counter.update adds
             counts[0] = dict(self._world.counts)
             if not replays:
-                self._is_open = False  # a step that the loop has left
+                self._is_open = False  # the loop may have left a step
                 self._meet(admit=True)
                 self._is_fresh = True
             if not self._course.is_replaying and number & (number - 1) == 0:
@@ -197,7 +197,7 @@ class TorchFTMembers(Meetings):
         self._course.counts.append(dict(self._world.counts))
 
     def _after_break(self) -> None:
-        """Be at the same step with the others, where a break has left the loop."""
+        """Reach the same step as the others after a break has left the loop."""
         if self._has_left:
             self._has_left = self._is_open = False
             self._end_rounds()
@@ -216,14 +216,14 @@ class TorchFTMembers(Meetings):
 
     def end_batches(self) -> None:
         if not (self._course.is_outside or self._course.is_replaying or self._is_open or self._state.rounds):
-            self._meet(admit=False)  # the last step may have been taken by some of the members alone
+            self._meet(admit=False)  # perhaps only some members have taken the last step
 
     def end_pass(self, number: int, *, was_left: bool) -> None:
         self._course.end_pass(number, was_left=was_left)
 
     def begin_batch(self, number: int) -> None:
         if self._come_back and self._course.is_outside:
-            return  # of no step yet
+            return  # it belongs to no step yet
         place = self._course.place
         before, place.at = place.at, number
         try:
@@ -234,7 +234,7 @@ class TorchFTMembers(Meetings):
     # State
 
     def add_model(self, model: nn.Module, rounds: WeightRounds | None = None) -> None:
-        """Take note of a model that all ranks train, and of its rounds, where they exchange weights."""
+        """Add a model that all ranks train, and its rounds if they exchange weights."""
         self._state.models.append(model)
         if rounds is not None:
             self._state.rounds[model] = rounds
@@ -253,7 +253,7 @@ class TorchFTMembers(Meetings):
         }
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of a member that is ahead."""
+        """Load the state of a member that is ahead."""
         self._loads += 1
         place: Place = state["place"]
         if not self._takes_over and not self._course.is_at(place):
@@ -276,9 +276,9 @@ class TorchFTMembers(Meetings):
         if self.is_away:
             return
         self._after_break()
-        self._end_rounds()  # of a loop that is not over `resumable`
+        self._end_rounds()  # of a loop without `resumable`
         while self.quorum.end():
-            self._gather(admit=False)  # a member has failed in its last collective, and asks for the result
+            self._gather(admit=False)  # a member's last collective failed, and it needs the result
 
     def close(self) -> None:
         self._hook.remove()

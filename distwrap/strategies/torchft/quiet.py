@@ -1,7 +1,8 @@
-"""Silence for torchft's native part, which writes several lines a step to standard error, and has no switch for it.
+"""Filter for the output of torchft's native part, which writes several lines a step to standard error.
 
-What else is written there stays: Python has a descriptor of its own from here on, and a small process passes on the
-lines of all others. It lives until the last of them has ended, so that the words of a crash come through.
+torchft has no switch for it. All other output stays: Python writes to a new descriptor from here on, and a small
+process filters the lines of others. It lives until the last of them has ended, so that the output of a crash comes
+through.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ os.write(1, rest)
 
 
 def leave_out_torchft() -> None:
-    """Leave what torchft's native part says out of this process's standard error, from now on."""
+    """Remove the output of torchft's native part from this process's standard error from now on."""
     own = os.dup(2)
     command = [sys.executable, "-I", "-S", "-c", _FILTER]
-    # In a session of its own it hears no Ctrl-C.
+    # Its own session receives no Ctrl-C.
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=own, start_new_session=True) as process:
         assert process.stdin is not None
         os.dup2(process.stdin.fileno(), 2)
         process.stdin.close()
-        process.returncode = 0  # it ends after this process, which does not wait for it
+        process.returncode = 0  # it ends after this process, which must not wait for it
     if sys.stderr is not None and sys.stderr.fileno() == 2:
         sys.stderr = os.fdopen(own, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")
     faulthandler.enable(own)

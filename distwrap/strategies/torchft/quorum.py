@@ -1,4 +1,4 @@
-"""Quorums of the ranks that are there, by torchft's manager, and what it does for a step among them.
+"""Quorums of the present ranks by torchft's manager, and its work for a step.
 
 Source: https://docs.pytorch.org/torchft/manager.html
 """
@@ -28,27 +28,27 @@ from distwrap.strategies.torchft.group import MemberGroup
 from distwrap.strategies.torchft.transport import GroupTransport
 from distwrap.wording import first_line, named_ranks
 
-_FIRST_QUORUM_SECONDS = 20.0  # for all of them to be in the first group
-_RETURN_SECONDS = 86400.0  # for the others to come to a place where a rank can come in: a long evaluation
+_FIRST_QUORUM_SECONDS = 20.0  # time for all ranks to join the first group
+_RETURN_SECONDS = 86400.0  # time for the others to reach a place that admits ranks, after a long evaluation
 
-_FIRST_STEP = 1  # torchft's number of it: one ahead of a rank that comes back, so that nobody takes over from that
+_FIRST_STEP = 1  # torchft's number: one more than a returned rank's, from which nobody may take over
 
 
 class Quorum:
-    """The members of a run, and this rank's place among them.
+    """Members of a run, and this rank's place among them.
 
     Args:
-        world: of the run, whose placement follows the members.
-        lighthouse: torchft's, which knows who is there.
-        store: of the launch, in which ranks tell their launcher how far they are.
-        fewest: number of members without which no step is taken.
-        state: returns what a member that is behind takes over.
-        take_over: takes it over.
+        world: the world of the run, whose placement follows the members.
+        lighthouse: the address of torchft's lighthouse, which knows the present ranks.
+        store: the store of the launch, in which ranks report their progress to the launcher.
+        fewest: the number of members below which no step is taken.
+        state: returns the state for a member that is behind.
+        take_over: loads such a state.
 
     Attributes:
-        number: this rank's in the launch, which it keeps.
-        members: numbers of those that are there, in the order of their ranks.
-        arrangement: number of times that they have changed.
+        number: this rank's number in the launch, which never changes.
+        members: the numbers of the members, in the order of their ranks.
+        arrangement: the number of times that the members have changed.
     """
 
     def __init__(
@@ -71,26 +71,26 @@ class Quorum:
         self._manager: Any = None
         self._has_arrived = False
         self._group: MemberGroup | None = None
-        self._own_store: object = None  # which torchft wants; it must live as long as the manager
+        self._own_store: object = None  # torchft's, which must live as long as the manager
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
             logger: Any = logging.getLogger(name)
-            logger.setLevel(logging.CRITICAL)  # what they say of each step goes to nobody
-            logger.warn = logger.warning  # which torchft calls by its old name: a warning, or an error under -W error
+            logger.setLevel(logging.CRITICAL)  # nobody needs their messages of each step
+            logger.warn = logger.warning  # torchft calls the deprecated name, an error under -W error
 
     @property
     def step(self) -> int:
-        """Number of steps that were committed."""
+        """The number of committed steps."""
         return 0 if self._manager is None else int(self._manager.current_step()) - _FIRST_STEP
 
     @property
     def error(self) -> Exception | None:
-        """Why the step that is under way will not be committed, if it will not."""
+        """The reason why the current step will not be committed, or ``None``."""
         found = self.manager.errored()
         return None if found is None else found.original_exception
 
     @property
     def manager(self) -> Any:
-        """torchft's, of a rank that is there."""
+        """torchft's manager."""
         assert self._manager is not None
         return self._manager
 
@@ -99,10 +99,10 @@ class Quorum:
         return bool(self.store.check(["begun"]))
 
     def arrive(self) -> None:
-        """Come together at the start of the run.
+        """Wait for all ranks at the start of the run.
 
         Raises:
-            ArrivalError: not all ranks came.
+            ArrivalError: not all ranks arrived.
         """
         self.store.set(f"arrived/{self.number}", "")
         keys = [f"arrived/{rank}" for rank in range(self._count)]
@@ -124,7 +124,7 @@ class Quorum:
         self.store.set("begun", "")
 
     def begin(self) -> None:
-        """Begin to be known to the lighthouse."""
+        """Start the manager, which registers this rank at the lighthouse."""
         self._group = MemberGroup(self.number, self._seconds, self._rearranged)
         seconds = timedelta(seconds=self._seconds)
         self._own_store, port = stores.serve("127.0.0.1", [0], "replica", self._seconds)
@@ -149,7 +149,7 @@ class Quorum:
         )
 
     def _rearranged(self, members: list[int]) -> None:
-        """Take this rank's place among new members; torchft's own thread calls it."""
+        """Update this rank's placement for new members; called in torchft's own thread."""
         rank, size = members.index(self.number), len(members)
         self._world.placement = replace(
             self._world.placement, rank=rank, world_size=size, local_rank=rank, local_world_size=size
@@ -169,16 +169,16 @@ class Quorum:
 
     @property
     def has_group(self) -> bool:
-        """Whether there is a group of the members, which one that failed has left."""
+        """Whether there is a group of the members; a rank leaves a group that has failed."""
         return self._group is not None and self._group.is_there
 
     def find(self, *, admit: bool) -> Exception | None:
-        """Find who is there, in a group of them; return why there is none, if there is none.
+        """Form a group of the present ranks; return the error if that fails.
 
         Args:
-            admit: whether ranks that are not members may come in.
+            admit: whether ranks that are not members may join.
         """
-        # Who comes back waits for the others, as long as they evaluate or save.
+        # A rank that comes back waits while the others evaluate or save.
         limit = _RETURN_SECONDS if not self.members and self.has_begun() else 2 * self._seconds + 10
         try:
             self.manager.start_quorum(shrink_only=not admit, timeout=timedelta(seconds=limit))
@@ -193,18 +193,18 @@ class Quorum:
         return self.error
 
     def doom(self, error: Exception) -> None:
-        """Let the step that is under way not be committed."""
+        """Mark the current step, so that it is not committed."""
         self.manager.report_error(error)
 
     def fail(self, error: Exception) -> None:
-        """Leave a group in which an exchange failed: the others hear of it, and the next quorum makes a new one."""
+        """Leave a group in which an exchange failed; the others notice it, and the next quorum makes a new one."""
         assert self._group is not None
         self.store.set(f"failed/{self._group.name}", "")
         self.doom(error)
         self.commit()
 
     def commit(self) -> bool:
-        """End a step; return whether its change of the weights is to be made."""
+        """End a step, and return whether to apply its change of the weights."""
         failed = self.error is not None
         verdict = bool(self.manager.should_commit())
         if failed:
@@ -212,26 +212,26 @@ class Quorum:
         return verdict
 
     def mean(self, flat: torch.Tensor) -> None:
-        """Replace numbers by their mean over the members; where that fails, the step is not committed."""
+        """Replace numbers by their mean over the members; if that fails, the step is not committed."""
         self.manager.allreduce(flat).wait()
 
     def of_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the first member's tensor; where that fails, the step is not committed."""
+        """Return the first member's tensor; if that fails, the step is not committed."""
         sent = tensor.clone() if self._world.placement.rank == 0 else torch.zeros_like(tensor)
         self.manager.allreduce(sent, reduce_op=dist.ReduceOp.SUM).wait()
         return tensor if self.error is not None else sent
 
     def tell(self, what: str) -> None:
-        """Tell the launcher how far this process has come."""
+        """Report this process's progress to the launcher."""
         self.store.set(f"{what}/{os.getpid()}", "")
         if what == "there":
             self._has_arrived = True
             self.store.delete_key(f"gone/{self.number}")
 
     def end(self) -> bool:
-        """Wait until all members are at the end of the function, or gone; return whether one wants a new group before.
+        """Wait until all members are done or lost, or one needs a new group, and return whether one does.
 
-        No time limit holds: one of them may export what was trained.
+        There is no time limit, since a member may still export the model.
         """
         self.store.set(f"end/{self.number}", "")
         assert self._group is not None
@@ -246,7 +246,7 @@ class Quorum:
         return bool(self.store.check(failed))
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the group, and end the manager."""
         self._leave_group()
         if self._manager is not None:
             self._manager.shutdown(wait=False)
@@ -258,7 +258,7 @@ class Quorum:
 
 
 def _manager(**arguments: Any) -> Any:
-    """Make torchft's manager, whose server listens on loopback alone; its own listens everywhere, and obeys anybody."""
+    """Make torchft's manager with its server on loopback only; by default it listens everywhere, and trusts anybody."""
     from torchft import manager
 
     server = manager.ManagerServer

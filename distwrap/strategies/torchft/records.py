@@ -1,4 +1,4 @@
-"""Records of the collectives before the loop, which a rank that comes back is to get the results of."""
+"""Records of the collectives before the loop, whose results a rank needs when it comes back."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.errors import ModelError
 from distwrap.group.signing import sign, verify
 
-_MOST_BYTES = 2**24  # of a result that is kept
+_MOST_BYTES = 2**24  # of the largest result that is kept
 
 
 class StartRecords:
-    """Results of the collectives before the loop, in their order.
+    """Results of the collectives before the loop, in order.
 
     Args:
-        store: of the launch, which outlives any rank.
-        secret: of the run.
+        store: the store of the launch, which outlives any rank.
+        secret: the secret of the run.
     """
 
     def __init__(self, store: Store, secret: bytes) -> None:
         self._store, self._secret, self._count = store, secret, 0
 
     def keep(self, what: str, result: Any, *, writes: bool) -> None:
-        """Count a collective, and on the one rank that `writes` keep its result."""
+        """Count a collective, and keep its result on the one rank that `writes`."""
         self._count += 1
         if writes:
             message = sign((what, result), self._secret)
@@ -33,10 +33,10 @@ class StartRecords:
             self._store.set(f"start/{self._count}", message.hex())
 
     def next(self, what: str) -> Any:
-        """Return what the next collective gave the others.
+        """Return the result that the others got from the next collective.
 
         Raises:
-            ModelError: they made another one there, or none, or its result was not kept.
+            ModelError: they made another collective there, or none, or its result was not kept.
         """
         self._count += 1
         key = f"start/{self._count}"
@@ -58,4 +58,4 @@ class StartRecords:
 
 
 class _TooLarge:
-    """Result that was not kept."""
+    """Placeholder for a result that was not kept."""

@@ -1,6 +1,6 @@
-"""Rounds: many steps of each member on its own, then a mean of their weights, or an outer step along their progress.
+"""Rounds of many own steps of each member, then a mean of their weights, or an outer step along their progress.
 
-A member that is lost in a round takes its own progress with it, and nobody else's.
+A member that is lost in a round loses only its own progress.
 Sources: https://arxiv.org/abs/1805.09767, algorithm 1; https://arxiv.org/abs/2311.08105, algorithm 1.
 """
 
@@ -25,13 +25,13 @@ EndRound = Callable[[Callable[[], Tensors]], Tensors]
 
 
 class WeightRounds:
-    """WeightRounds of one model.
+    """Rounds of one model.
 
     Args:
-        model: whose weights are trained.
-        end_round: returns the mean over the members that a function makes, and ends the step that the round is.
+        model: the trained model.
+        end_round: takes a function that averages over the members, ends the step of the round, and returns the mean.
         algorithm: `LocalSGD` or `DiLoCo`.
-        statistics: returns the model's running statistics, which are rank 0's after a round.
+        statistics: returns the model's running statistics, which are those of rank 0 after a round.
 
     Attributes:
         anchor: the weights after the last round, the same on all members.
@@ -55,7 +55,7 @@ class WeightRounds:
                 self.end()
 
     def end(self) -> None:
-        """End the round that is under way, if one is."""
+        """End the current round, if there is one."""
         if not self._steps:
             return
         self._steps = 0
@@ -72,24 +72,24 @@ class WeightRounds:
         self._weights.write(mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a rank that comes back takes over."""
+        """Return the state for a rank that comes back."""
         return {"anchor": self.anchor, "momentum": self._momentum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` has returned, at the start of a round."""
+        """Load the result of `state_dict`, at the start of a round."""
         self.anchor, self._momentum = state["anchor"].clone(), state["momentum"].clone()
         self._steps = 0
 
     def close(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         self._handle.remove()
 
 
 def refuse_unlike(algorithm: Algorithm) -> None:
-    """Refuse algorithms, and options of them, that ranks that come and go cannot have.
+    """Refuse algorithms, or options of them, that do not allow ranks to come and go.
 
     Raises:
-        OptionError: names those that they can.
+        OptionError: the algorithm does not; the message names those that do.
     """
     plain = isinstance(algorithm, (LocalSGD, DiLoCo)) and not (algorithm.hierarchical or algorithm.warmup_steps)
     if plain and isinstance(algorithm, DiLoCo):

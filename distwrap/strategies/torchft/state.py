@@ -1,4 +1,4 @@
-"""What ranks that come back take over from the others: of models, optimizers, schedulers, loaders and other objects."""
+"""State that ranks which come back take over: of models, optimizers, schedulers, loaders and other objects."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class TrainingState:
     """State of the training on this rank.
 
     Attributes:
-        models: that all ranks train, in the order in which they were wrapped.
-        rounds: of those whose ranks exchange weights now and then, and not gradients.
-        objects: others that the user has named.
+        models: the models that all ranks train, in the order in which they were wrapped.
+        rounds: the rounds of models whose ranks exchange weights now and then, instead of gradients.
+        objects: other objects that the user has named.
     """
 
     def __init__(self) -> None:
@@ -36,21 +36,21 @@ class TrainingState:
         self._loaders: list[ref[Any]] = []
 
     def add_loader(self, loader: Any) -> None:
-        """Take note of a loader, whose position belongs to the state."""
+        """Add a loader, whose position belongs to the state."""
         self._loaders.append(ref(loader))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; tensors are those that are trained, and no copies."""
+        """Return the state, with the trained tensors themselves and not copies."""
         things = self.things()
         loaders = [None if (loader := each()) is None else start_of_next(loader) for each in self._loaders]
         states = {kind: {name: each.state_dict() for name, each in named.items()} for kind, named in things.items()}
         return {**states, "loaders": loaders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state of another rank.
+        """Load the state of another rank.
 
         Raises:
-            ModelError: it is of other objects.
+            ModelError: it belongs to other objects.
         """
         for kind, mine in self.things().items():
             theirs = state[kind]
@@ -72,7 +72,7 @@ class TrainingState:
         return [(each, each.clone()) for model in self.models for each in running_statistics(model)]
 
     def fingerprint(self) -> int:
-        """Return a number of weights and learning rates, the same where all of them are the same to the bit."""
+        """Return a number of weights and learning rates that is equal if all of them are equal to the bit."""
         alike = [rounds.anchor for rounds in self.rounds.values()]
         alike += [each for model in self.models if model not in self.rounds for each in model.parameters()]
         groups = [group for optimizer in self.things()["optimizers"].values() for group in optimizer.param_groups]
@@ -82,10 +82,10 @@ class TrainingState:
         return found
 
     def things(self) -> dict[str, dict[str, Any]]:
-        """Return what has a state, by kinds and by names that are the same on all ranks.
+        """Return the objects with a state, by kind and by a name that is the same on all ranks.
 
         Raises:
-            ModelError: two things have one name.
+            ModelError: two objects have the same name.
         """
         models = {f"{type(model).__name__} {number}": model for number, model in enumerate(self.models, 1)}
         trained = {
@@ -113,7 +113,7 @@ class TrainingState:
 
 
 def running_statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers that a forward of norms changes, which are rank 0's after each step, as under DDP."""
+    """Return the buffers that a forward of norms changes; as under DDP, rank 0's are used after each step."""
     norms = (module for module in model.modules() if isinstance(module, norm_classes()))
     return [each for module in norms for each in module.buffers(recurse=False) if each.is_floating_point()]
 

@@ -1,7 +1,7 @@
-"""``strategy="torchft"``, which ``max_lost=`` chooses: replicas of which some may be lost while the others go on.
+"""``strategy="torchft"``, chosen by ``max_lost=``: replicas of which some may be lost while the others go on.
 
-torchft's lighthouse and managers know who is there, and let a step be taken by all or by none; the launcher starts a
-lost rank again, which takes the state over from the others.
+torchft's lighthouse and managers know the present ranks, and let all or none of them take a step. The launcher starts a
+lost rank again, which takes over the state of the others.
 Source: https://docs.pytorch.org/torchft/
 """
 
@@ -33,17 +33,17 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 
 class TorchFTStrategy(Strategy):
-    """The same model in each process, of which some may be lost for a while.
+    """Strategy with the same model in each process, of which some may be lost for a while.
 
     Args:
-        max_lost: how many ranks may be away while the others take steps; with more, they wait for one to come back.
-        heartbeat_seconds: after so long without a sign of a rank, it is taken for lost.
-        come_back: whether lost ranks are started again, for which the loop must be over `resumable`; otherwise the
-            others go on without them, in any loop.
-        verbose: let torchft say what it does.
+        max_lost: how many ranks may be missing while the others take steps; with more, they wait for one to come back.
+        heartbeat_seconds: seconds without a heartbeat after which a rank counts as lost.
+        come_back: whether lost ranks are started again, which needs a loop over `resumable`; otherwise the others go on
+            without them, in any loop.
+        verbose: whether torchft may print messages.
 
     Raises:
-        OptionError: they are of no such kind.
+        OptionError: an argument has a wrong value.
 
     Example:
         >>> TorchFTStrategy(max_lost=2).max_lost

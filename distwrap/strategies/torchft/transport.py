@@ -1,4 +1,4 @@
-"""The way of the state of a training to a rank that has come back: signed, through the group of the members."""
+"""Signed transfer of the training state to a rank that has come back, through the members' process group."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from distwrap.group.tensors_apart import as_bytes, bytes_of, put_together, take_
 
 
 class GroupTransport:
-    """torchft's ``CheckpointTransport`` between ranks that are in one group already.
+    """torchft's ``CheckpointTransport`` between ranks of one process group.
 
     Args:
-        secret: of the run.
+        secret: the secret of the run.
     """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     def metadata(self) -> str:
-        """Return nothing: the receiver need not find the sender."""
+        """Return an empty text, as the receiver need not find the sender."""
         return ""
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
@@ -40,7 +40,7 @@ class GroupTransport:
                 dist.send(as_bytes(plain), rank)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Return the state that another member sends; its tensors are on the CPU."""
+        """Receive a state from another member, with tensors on the CPU."""
         size = torch.tensor([0])
         dist.recv(size, src_rank)
         message = torch.empty(int(size), dtype=torch.uint8)
@@ -55,7 +55,7 @@ class GroupTransport:
         return put_together(data, tensors)
 
     def disallow_checkpoint(self) -> None:
-        """Nothing: what is to be sent is sent at once."""
+        """Do nothing, since a state is sent at once."""
 
     def shutdown(self, wait: bool = True) -> None:
-        """Nothing is held."""
+        """Do nothing, since nothing is held."""
