@@ -179,7 +179,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             self.resume()
 
     def before_step(self) -> None:
-        self.resume()  # after a pause without an end, as by consolidate() without a with
+        self.resume()  # ends a pause by consolidate() outside a ``with``
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -25,8 +25,8 @@ class CompressedMean(Averager):
     Args:
         link: the ranks that average.
         codec: the codec of the numbers.
-        feedback: whether the errors of a step are added to the next step: those of the numbers that a rank sends, and
-            those of the part that it adds up.
+        feedback: whether to add the compression errors of a step in the next: of the numbers that a rank sends, and of
+            the part that it adds up.
     """
 
     def __init__(self, link: Link, codec: Codec, *, feedback: bool = False) -> None:

@@ -20,7 +20,7 @@ PATIENCE = 0.5  # seconds for the thread to end, which may wait in a collective 
 
 
 class Engine:
-    """First-in-first-out thread. On an accelerator it works in a stream of its own.
+    """First-in-first-out thread; on an accelerator it uses its own stream.
 
     After an exception it runs no more work. It still sets the futures, so that nobody hangs, and `raise_failure` raises
     the exception.

@@ -109,7 +109,7 @@ class Link:
             dist.reduce(real_numbers(x), self._ranks[0], group=self._group)
 
     def from_first(self, x: torch.Tensor) -> None:
-        """Replace `x` by that of the first rank."""
+        """Replace `x` by the first rank's `x`."""
         if self.size > 1:
             self._count(0 if self.rank else (self.size - 1) * x.nbytes)
             dist.broadcast(real_numbers(x), self._ranks[0], group=self._group)

@@ -1,4 +1,4 @@
-"""Error feedback: the error of what a rank sends in a step is added to what it sends in the next.
+"""Error feedback: add the compression error of one step to the numbers that the rank sends in the next.
 
 Source: https://arxiv.org/abs/1901.09847, algorithm 2.
 """

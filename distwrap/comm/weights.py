@@ -153,10 +153,10 @@ class WeightExchange(Exchange[W]):
         """Finish pending exchanges together with the other ranks; weights may change."""
 
     def loaded(self) -> None:
-        """Act after ``load_state_dict`` of the model, from whose weights training goes on."""
+        """Act after ``load_state_dict`` of the model; training continues from its new weights."""
 
     def brought_together(self) -> None:
-        """Act when all ranks hold the same weights, from which training goes on."""
+        """Act when all ranks hold the same weights; training continues from them."""
 
     # Steps
 

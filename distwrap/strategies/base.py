@@ -165,7 +165,7 @@ class Strategy:
         return None
 
     def has_overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether gradients on other ranks alone overflowed under fp16, so that all skip the step."""
+        """Return whether gradients overflowed under fp16 on other ranks only, so that all skip the step."""
         return False
 
     def step(self, optimizer: Optimizer) -> bool | None:

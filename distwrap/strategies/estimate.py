@@ -27,7 +27,7 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a rank needs under one strategy; those of the rank that needs most.
+    """Bytes needed under one strategy by the rank that needs most.
 
     Attributes:
         strategy: the name of the strategy.

@@ -27,7 +27,7 @@ def refuse_mixing(optimizer: Optimizer) -> None:
     accepted.
 
     Raises:
-        ModelError: says under which strategies it goes.
+        ModelError: the optimizer is refused; the message names the strategies that accept it.
     """
     if type(optimizer).__module__.startswith("torch."):
         return
@@ -56,7 +56,7 @@ def refuse_shaped(optimizer: Optimizer) -> None:
     It is tried with small tensors, whole and in pieces. If that is not possible, or it is torch's own, it is accepted.
 
     Raises:
-        ModelError: says under which strategies it goes.
+        ModelError: the optimizer is refused; the message names the strategies that accept it.
     """
     if type(optimizer).__module__.startswith("torch."):
         return

@@ -1,4 +1,4 @@
-"""Windows of micro-batches: when an optimizer may step, and by what a loss is divided."""
+"""Windows of micro-batches: when an optimizer may step, and what a loss is divided by."""
 
 from __future__ import annotations
 

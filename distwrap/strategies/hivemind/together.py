@@ -142,10 +142,10 @@ def _take(one: Collaboration, world: World, epochs: list[int], source: int) -> N
 
 
 def _judge_end(one: Collaboration, epoch: int, pending: int) -> None:
-    """Check what a run leaves undone.
+    """Check for samples that changed no weight when a run ends.
 
     Raises:
-        ModelError: it has counted samples, but never changed a weight.
+        ModelError: the run has counted samples, but never changed a weight.
     """
     done = "" if pending < one.target else " Call consolidate(model) at the end, which takes the step that is due."
     if one.samples and not one.changes and not epoch:

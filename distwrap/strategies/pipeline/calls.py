@@ -58,7 +58,7 @@ class Latest(dict[_Key, _Value]):
 
 
 def call_of(name: str, given: Any, model: nn.Module, device: str) -> Call:
-    """Return what a run of a method depends on.
+    """Return the properties of a method's call on which its run depends.
 
     Args:
         name: the name of the method.
@@ -77,7 +77,7 @@ def call_of(name: str, given: Any, model: nn.Module, device: str) -> Call:
 
 
 def _kind_of(leaf: Any, batch: int) -> str:
-    """Return what a run depends on of an argument; not an object's text, which may contain an address."""
+    """Return the properties of an argument on which a run depends, without texts that may contain an address."""
     if isinstance(leaf, torch.Tensor):
         return "rows" if leaf.dim() and len(leaf) == batch else "tensor"
     if isinstance(leaf, float):

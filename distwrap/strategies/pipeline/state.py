@@ -75,7 +75,7 @@ class States:
         self._net.load_state_dict(refilled(given, [own.get(name) if value is None else value for name, value in pairs]))
 
     def parts_of_model(self) -> dict[str, Any]:
-        """Return the model's state dict with what each rank has of it."""
+        """Return the model's state dict with each tensor as one piece on its owner."""
         state, owners = self._net.state_dict(keep_vars=True), self._owners()
         for name, tensor in list(state.items()):
             if isinstance(tensor, torch.Tensor):
@@ -83,7 +83,7 @@ class States:
         return state
 
     def parts_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state dict with what each rank has of it."""
+        """Return an optimizer's state dict with each tensor as one piece on its owner."""
         return state_in_parts(optimizer.state_dict(), self._owners_of(optimizer))
 
     def _numbers_here(self, optimizer: Optimizer, state: dict[str, Any]) -> set[Any]:

@@ -1,4 +1,4 @@
-"""The present ranks of a run: steps that all or none of them take, the loop, and the way back to it.
+"""The present ranks of a run: steps that all or none of them take, the loop, and how a lost rank returns to it.
 
 A step begins with a quorum: the present ranks form a group, and those behind take over the state of one ahead. It ends
 with a commit, or without one if an exchange failed, as when a rank dies in it.
