@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from distwrap.data.samplers import ExactBatches
 from distwrap.errors import LoaderError
 from distwrap.group.collectives import gather_object
 from distwrap.nesting import refilled
@@ -98,7 +99,9 @@ class EmptyBatches:
 def refuse_no_steps(loader: DataLoader[Any], sharded: DataLoader[Any], world_size: int) -> None:
     """Raise LoaderError if ``drop_last=True`` leaves no rank a batch where one process has some."""
     with suppress(TypeError):  # a sampler without a length
-        if loader.drop_last and len(loader) and not len(sharded):
+        batches = sharded.batch_sampler
+        steps = batches.count() if isinstance(batches, ExactBatches) else len(sharded)  # the same on every rank
+        if loader.drop_last and len(loader) and not steps:
             raise LoaderError(
                 f"shard_loader(): over {world_size} ranks this loader has no step, where one process has "
                 f"{len(loader)}: a rank's share fills no batch, and drop_last=True leaves out what fills none. Take a "

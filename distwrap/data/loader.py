@@ -303,7 +303,7 @@ def _shard_indices(
         )  # of the workers' base seed, which is then not the loop's to give
     result = sharded_copy(loader, sharding, attributes)
     if world_size > 1:
-        if chosen == "pad":  # the other modes are of evaluations, or were asked for by name
+        if chosen != "drop":  # which was asked for by name
             refuse_no_steps(loader, result, world_size)
         announce(world, summary(loader, result, sharding, chosen, batch_size))
     return result

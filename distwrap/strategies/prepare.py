@@ -123,7 +123,8 @@ def wrap_model(
     world.part(StepHooks).add(precision, in_precision.precision, model)
     models = world.part(WrappedModels)
     last = models.last
-    wrapped = chosen.prepare_model(model, world, wrapping)
+    with world.part(Activity).exchanging_nothing():
+        wrapped = chosen.prepare_model(model, world, wrapping)
     if not isinstance(wrapped, nn.Module):
         raise _of_no_use(wrapped, chosen, "prepare_model", "the module")
     bind(wrapped, chosen, own=wrapped is model)

@@ -213,11 +213,12 @@ def test_items_without_batching_that_do_not_go_round_are_refused() -> None:
         shard_loader(DataLoader(DATA, batch_size=None))
 
 
-def test_a_loader_without_a_step_is_refused() -> None:
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_without_a_step_is_refused(shuffle: bool) -> None:
     """A loader that has a batch in one process and none on a rank would train nothing, without a sign of it."""
 
     def sharded(size: int) -> DataLoader[Any]:
-        return shard_loader(DataLoader(range(size), batch_size=5, shuffle=True, drop_last=True))
+        return shard_loader(DataLoader(range(size), batch_size=5, shuffle=shuffle, drop_last=True))
 
     with standing_on(0, 3):
         with pytest.raises(LoaderError, match=r"over 3 ranks this loader has no step.*one process has 1"):

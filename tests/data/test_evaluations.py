@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -88,6 +89,52 @@ def test_numbers_of_one_rank_are_told_of(evaluate: Callable[[DataLoader[tuple[to
 def test_numbers_of_all_ranks_are_not(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float]) -> None:
     """Ranks that exchange anything in an evaluation or after it are left alone, and so is a pass that ends early."""
     assert run_ranks(trains_between, 2, evaluate) == [0, 0]
+
+
+def statistics_before(puts_together: bool) -> int:
+    """Take the data's mean before there is a model, and train; return how many places were told of."""
+    training = dw.shard_loader(DataLoader(DATA, batch_size=3))
+    mean = torch.cat([x for (x,) in training]).mean()
+    if puts_together:
+        mean = dw.mean(mean)
+    model = dw.wrap_model(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    dw.barrier()
+    for (x,) in training:
+        model(x - mean).sum().backward()
+        optimizer.step()
+    return sum("evaluated alone" in key for key in current_world().counts)
+
+
+@pytest.mark.parametrize("puts_together", [False, True])
+def test_statistics_of_one_share_are_told_of(puts_together: bool) -> None:
+    """What the data is normalized by is of one rank's share, though wrap_model and a barrier come after it."""
+    assert run_ranks(statistics_before, 2, puts_together)[0] == (not puts_together)
+
+
+def looks_at_data() -> int:
+    for _ in dw.shard_loader(DataLoader(DATA, batch_size=3)):
+        pass
+    current_world().conclude()
+    return sum("evaluated" in key for key in current_world().counts)
+
+
+def test_a_look_at_the_data_is_left_alone() -> None:
+    """Without a model nobody trains or evaluates."""
+    assert run_ranks(looks_at_data, 2) == [0, 0]
+
+
+def counts_all(mode: Literal["auto", "exact"], samples: int) -> int:
+    loader = dw.shard_loader(DataLoader(TensorDataset(torch.ones(samples)), batch_size=3, shuffle=True), mode=mode)
+    with torch.no_grad():
+        dw.reduce(sum(len(x) for (x,) in loader), "sum")
+    return sum("evaluated twice" in key for key in current_world().counts)
+
+
+@pytest.mark.parametrize(("mode", "samples", "told"), [("auto", 13, 1), ("exact", 13, 0), ("auto", 12, 0)])
+def test_samples_that_come_twice_are_told_of(mode: Literal["auto", "exact"], samples: int, told: int) -> None:
+    """An evaluation over a shuffled loader whose samples do not divide counts some of them twice."""
+    assert run_ranks(counts_all, 2, mode, samples)[0] == told
 
 
 def test_one_process_is_left_alone() -> None:
