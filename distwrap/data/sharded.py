@@ -95,20 +95,12 @@ class ShardedLoader(SkippingLoader[T_co]):
             pinned = self.pin_memory and self._reads and sharding.dispatch is None
             batches = on_device(batches, sharding.device, sharding.copy_ahead, pinned)
         if sharding.world_size > 1:
-            batches = world.part(Evaluations).watched(iter(batches), self._repeated)
+            batches = world.part(Evaluations).watched(iter(batches), 0 if self.drop_last else sharding.repeated)
         if sharding.sampler is None:
             batches = self._remembering(batches)
         if sharding.world_size > 1 and world.tells_others:
             batches = world.part(ByHand).first_batches(iter(batches))
         return position.count(self.read_on(batches, skipped), skipped)
-
-    @property
-    def _repeated(self) -> int:
-        """How many samples of an epoch two ranks have."""
-        sampler = self._sharding.sampler
-        if not isinstance(sampler, Order) or sampler.mode != "pad" or self.drop_last:
-            return 0
-        return -sampler.items % self._sharding.world_size
 
     def _same_epoch(self) -> Iterator[Any]:
         """Return an iterator for a rank that is out of batches before the others are: their next epoch is its own."""

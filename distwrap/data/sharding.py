@@ -62,3 +62,10 @@ class Sharding:
     same: bool = False
     changing: Changing | None = None
     own_state: dict[str, Any] | Exception | None = None
+
+    @property
+    def repeated(self) -> int:
+        """How many samples of an epoch two ranks have, so that all shares are of one size."""
+        if not isinstance(self.sampler, Order) or self.sampler.mode != "pad":
+            return 0
+        return -self.sampler.items % self.world_size
