@@ -221,7 +221,7 @@ class Drift(RunPart):
         self._models = world.part(WrappedModels)
         self.watches: list[ModelWatch] = []
         self._gone: deque[list[ModelWatch]] = deque(maxlen=_WRAPS)  # those that went from one wrap to the next
-        self._averages_of_gone = self._begun_of_gone = 0
+        self._averages_of_gone = self._begun_of_gone = self._eras_of_gone = 0
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
         self.apart: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -230,7 +230,7 @@ class Drift(RunPart):
     def _begun(self) -> tuple[int, int]:
         """Return how often averages were counted anew, and what the models have begun; for the channel's thread."""
         begun = self._begun_of_gone + sum(watch.begun for watch in self.watches)
-        return sum(watch.era for watch in self.watches), begun
+        return self._eras_of_gone + sum(watch.era for watch in self.watches), begun
 
     @property
     def averages(self) -> int:
@@ -307,6 +307,7 @@ class Drift(RunPart):
             self.watches.remove(watch)
             self._averages_of_gone += watch.averages
             self._begun_of_gone += watch.begun
+            self._eras_of_gone += watch.era
         self._gone.append(gone)
 
     def _name(self, kind: str) -> str:

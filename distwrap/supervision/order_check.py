@@ -5,6 +5,7 @@ take together, in one order. So of two ranks one has begun at least as many of e
 averages and the other in collectives, they wait for each other, and nobody need wait until the time limit to say so.
 """
 
+import threading
 import time
 
 from distwrap.environments import Placement
@@ -37,9 +38,24 @@ class OrderCheck:
         self._notes, self._place, self._activity = notes, placement, activity
         self._begun, self._since, self._patience = (0, 0, 0, 0), time.monotonic(), _PATIENCE
         self._noted = self._begun
+        self._lock = threading.Lock()
+
+    def begin_anew(self) -> None:
+        """Count from zero again, as all ranks do now, none of which goes on before every rank has.
+
+        A note of before would say that this rank is ahead where others have begun more since.
+        """
+        with self._lock:
+            self._activity.collectives = self._activity.turns = 0
+            self._begun = self._noted = (0, 0, 0, 0)
+            self._notes.write("begun", self._noted)
 
     def look(self) -> str:
         """Return in words that ranks have parted; empty where they have not. Called four times a second."""
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> str:
         begun, now = self._activity.begun(), time.monotonic()
         if begun != self._begun:
             self._begun, self._since, self._patience = begun, now, _PATIENCE

@@ -15,8 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import distwrap as dw
 from distwrap.errors import DriftError, WorkerError, WorkerTimeoutError
+from distwrap.group.world import current_world
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.order_check import parted
 from distwrap.testing import run_ranks
+from tests.limits import SOON
 
 STEPS = 40
 
@@ -265,3 +268,27 @@ def test_when_ranks_have_parted(
 ) -> None:
     """They have where each is ahead of the other in something, unless one has begun to count anew."""
     assert bool(parted({0: one, 1: other})) == is_apart
+
+
+def counts_anew() -> bool:
+    channel, activity = current_world().channel, current_world().part(Activity)
+    assert channel is not None
+    activity.averages = lambda: (0, 8)
+    limit = time.monotonic() + SOON
+    while any(channel.order._notes.read("begun", rank) is None for rank in range(2)):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    activity.averages = lambda: (0, 0)
+    channel.order.begin_anew()
+    dist.barrier()
+    if dw.rank() == 0:
+        activity.collectives = 3  # more than rank 1 has noted that it has begun, which has averaged before
+        time.sleep(3)
+    dist.barrier()
+    return True
+
+
+@pytest.mark.slow("waits until ranks compare what they have begun")
+def test_ranks_that_count_anew_have_not_parted() -> None:
+    """What a rank has begun before all of them count anew is compared with nothing that comes after."""
+    assert all(run_ranks(counts_anew, 2))
