@@ -24,6 +24,9 @@ PAGES = DOCS / "coming_from"
 PROGRAMS = PAGES / "programs"
 NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "index")
 
+# With these words torch ends a process now and then while threads of gloo are still there, as in programs of others.
+TORCHS_END = "terminate called without an active exception"
+
 State = dict[str, torch.Tensor]
 
 
@@ -53,28 +56,34 @@ def trained_by(
     here["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in commands:
         words = command.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
-        told = folder / "printed.txt"
-        with told.open("w") as printed:
-            process = subprocess.Popen(
-                ["sh", "-c", words],
-                cwd=folder,
-                env={**os.environ, **here},
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:  # with the ranks that it has started
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        assert code is not None, f"{command} did not end in {seconds} s\n{told.read_text()}"
-        assert code == 0, f"{command}\n{told.read_text()}"
+        ended, printed = _ended(words, folder, here, seconds)
+        if not ended and "_before.py" in command and TORCHS_END in printed:
+            ended, printed = _ended(words, folder, here, seconds)
+        assert ended, f"{command}\n{printed}"
     return {path.name: state_in(path) for path in sorted(folder.glob("*.pt"))}
+
+
+def _ended(words: str, folder: Path, environment: dict[str, str], seconds: float) -> tuple[bool, str]:
+    """Run a command; return whether it has ended well, and what it has printed."""
+    told = folder / "printed.txt"
+    with told.open("w") as printed:
+        process = subprocess.Popen(
+            ["sh", "-c", words],
+            cwd=folder,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(seconds) == 0, told.read_text()
+    except subprocess.TimeoutExpired:
+        return False, f"{told.read_text()}\nIt did not end in {seconds:g} s."
+    finally:
+        if process.poll() is None:  # with the ranks that it has started
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def state_in(path: Path) -> State:

@@ -16,6 +16,7 @@ from distwrap.group.world import current_world
 from distwrap.options import Options
 from distwrap.testing import run_ranks
 from distwrap.testing.ranks import Launch
+from tests.measuring import measured_again
 from tests.slow import MORE_RANKS, slow
 from tests.timing import everywhere, styles
 from tests.timing.everywhere import Attending, Plain, WithoutStatistics
@@ -59,6 +60,7 @@ def reported(make: Any) -> list[tuple[bool, float, int, dict[str, Any]]]:
     ids=lambda value: "".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 @pytest.mark.slow("measures loops of some seconds")
+@measured_again
 def test_a_slow_rank_under_every_strategy(options: dict[str, Any], make: Any, nprocs: int) -> None:
     """It is named, with what it does, also where the others wait for it within a forward or a backward."""
     launch = Launch(Options(timeout=60, returns="all"), nprocs, 60)
@@ -107,6 +109,7 @@ STYLES: dict[Callable[[], None], tuple[int, str]] = {
 
 @pytest.mark.parametrize("loop", STYLES, ids=lambda loop: loop.__name__)
 @pytest.mark.slow("measures loops of some seconds")
+@measured_again
 def test_a_slow_rank_in_loops_of_every_style(loop: Callable[[], None]) -> None:
     """It is named, with what it does; the parts are the whole; samples are counted once."""
     ranks = run_ranks(measured, 2, loop, timeout=60)
@@ -124,6 +127,7 @@ def test_a_slow_rank_in_loops_of_every_style(loop: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@measured_again
 def test_a_slow_rank_in_other_precisions(precision: str) -> None:
     (found, _), _ = Launch(Options(timeout=60, returns="all"), 2, 60)(measured, styles.by_helpers, precision=precision)
     lag = found["lags"][0]
