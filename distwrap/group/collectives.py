@@ -321,9 +321,7 @@ def is_alone(what: str) -> bool:
         return True
     require_group(what)
     check_collectives_allowed(f"{what}()")
-    activity = world.part(Activity)
-    activity.record(what)
-    activity.collectives += 1
+    world.part(Activity).begin_collective(what)
     return False
 
 

@@ -12,6 +12,8 @@ from distwrap.frames import OURS
 from distwrap.places import place
 from distwrap.stopwatch import Item, Part, Stopwatch
 
+_LATEST = 7  # collectives before the last one that are remembered
+
 
 class Activity:
     """Last helper that the user's code called, the place of the call, and the progress of its loader.
@@ -20,6 +22,7 @@ class Activity:
         helper: the name of the helper, or empty.
         site: the file and line of the call.
         collectives: the number of distwrap's collectives that this rank has begun, in which all ranks take part.
+        latest: the names and places of the latest of them, by their numbers.
         turns: the number of turns that it has begun in loops which all ranks go through together, including the last
             one, in which it tells the others that it has left.
         averages: a function that returns two numbers: how often the count of averages of gradients was started anew,
@@ -35,6 +38,7 @@ class Activity:
         self.helper = ""
         self.site = ""
         self.collectives = self.turns = self.for_itself = 0
+        self.latest: dict[int, tuple[str, str]] = {}
         self.averages: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._loops: list[weakref.ref[Any]] = []  # that are under way, the innermost last
         self.stopwatch: Stopwatch | None = None
@@ -47,6 +51,12 @@ class Activity:
             frame = frame.f_back
         self.helper = helper
         self.site = place(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+
+    def begin_collective(self, what: str) -> None:
+        """Note that one of distwrap's collectives begins."""
+        self.record(what)
+        self.collectives += 1
+        self.latest = {**dict(list(self.latest.items())[-_LATEST:]), self.collectives: (what, self.site)}
 
     def begun(self) -> tuple[int, int, int, int]:
         """Return what this rank has begun: eras, averages, collectives, turns."""

@@ -28,7 +28,7 @@ from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_pro
 from distwrap.supervision.hang_report import ANSWER_SECONDS
 from distwrap.supervision.live import Live
 from distwrap.supervision.notes import RankNotes
-from distwrap.supervision.order_check import WAY_OUT, OrderCheck
+from distwrap.supervision.order_check import OrderCheck
 from distwrap.supervision.reporter import Reporter
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
@@ -78,12 +78,12 @@ class Channel:
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(bells, self._notes, placement, activity)
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
-        self.order = OrderCheck(self._notes, placement, activity)
         self.stalls = StallDetector(bells.store, placement, timeout)
         self.live = Live(self._notes, placement, activity)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
         work = self.work  # not `self`: nothing here may keep the store until the garbage is collected
-        self.thread = MainThread(lambda: (activity.begun(), activity.step), lambda: work.worker)
+        self.thread = thread = MainThread(lambda: (activity.begun(), activity.step), lambda: work.worker)
+        self.order = OrderCheck(self._notes, placement, activity, lambda: thread.wait() is not None)
         seconds = 0.0 if switched_on(os.environ, QUIET) else notice_seconds(os.environ)
         self.waits = WaitNotice(bells.store, placement, self.reporter, self.thread, seconds, timeout)
         self.reporter.waits = self.waits.wait
@@ -172,7 +172,8 @@ class Channel:
         if self.stalls.look():
             self._report(f"no rank has moved for {self._timeout:g} s")
         if parted := self.order.look():
-            self._report(parted, f"\n{WAY_OUT}")
+            words, way_out = parted
+            self._report(words, f"\n{way_out}")
 
     def _run(self) -> None:
         while not self._stopped.wait(TICK_SECONDS):

@@ -7,6 +7,7 @@ averages and the other in collectives, they wait for each other, and nobody need
 
 import threading
 import time
+from collections.abc import Callable
 
 from distwrap.environments import Placement
 from distwrap.supervision.activity import Activity
@@ -15,14 +16,21 @@ from distwrap.supervision.notes import RankNotes
 _PATIENCE = 1.0  # seconds in which a rank has begun nothing, after which it compares; each time twice as many
 _LONGEST = 60.0
 
-WAY_OUT = (
+_TOGETHER = (
     "Let all ranks leave a loop, or a step of it, together: distwrap.agree(flag) before the break, or "
     "distwrap.lockstep(loader), with its stop() and skip=."
+)
+_SAME_CALLS = (
+    "All ranks must make the same calls in the same order: take them out of what only some ranks run, as under "
+    "`if rank() == 0`."
 )
 
 # Eras in which averages were counted anew, averages in this one, twice (between two there may be another exchange of
 # the models'), collectives, turns of loops.
 Begun = tuple[int, int, int, int]
+# The latest collectives of distwrap that a rank has begun, in the last of which it waits, by their numbers: name and
+# place. One that is made of others comes before them.
+Calls = dict[int, tuple[str, str]]
 
 
 class OrderCheck:
@@ -32,12 +40,13 @@ class OrderCheck:
         notes: in which ranks say what they have begun.
         placement: this rank's place.
         activity: of this rank, which counts it.
+        waits: a function that returns whether this rank waits for others.
     """
 
-    def __init__(self, notes: RankNotes, placement: Placement, activity: Activity) -> None:
-        self._notes, self._place, self._activity = notes, placement, activity
+    def __init__(self, notes: RankNotes, placement: Placement, activity: Activity, waits: Callable[[], bool]) -> None:
+        self._notes, self._place, self._activity, self._waits = notes, placement, activity, waits
         self._begun, self._since, self._patience = (0, 0, 0, 0), time.monotonic(), _PATIENCE
-        self._noted = self._begun
+        self._noted: tuple[Begun, Calls] = self._begun, {}
         self._lock = threading.Lock()
 
     def begin_anew(self) -> None:
@@ -47,31 +56,60 @@ class OrderCheck:
         """
         with self._lock:
             self._activity.collectives = self._activity.turns = 0
-            self._begun = self._noted = (0, 0, 0, 0)
+            self._begun = 0, 0, 0, 0
+            self._activity.latest = {}
+            self._noted = self._begun, {}
             self._notes.write("begun", self._noted)
 
-    def look(self) -> str:
-        """Return in words that ranks have parted; empty where they have not. Called four times a second."""
+    def look(self) -> tuple[str, str] | None:
+        """Return in words that ranks have parted, and what to do; ``None`` if not. Called four times a second."""
         with self._lock:
             return self._look()
 
-    def _look(self) -> str:
+    def _look(self) -> tuple[str, str] | None:
         begun, now = self._activity.begun(), time.monotonic()
         if begun != self._begun:
             self._begun, self._since, self._patience = begun, now, _PATIENCE
         if now - self._since < self._patience:
-            return ""
+            return None
         self._since, self._patience = now, min(_LONGEST, 2 * self._patience)
-        if begun != self._noted:
-            self._noted = begun
-            self._notes.write("begun", begun)
+        calls = self._activity.latest if self._waits() else {}
+        if (begun, calls) != self._noted:
+            self._noted = begun, calls
+            self._notes.write("begun", self._noted)
         if begun == (0, 0, 0, 0):
-            return ""
+            return None
         for rank in range(self._place.world_size):
             told = self._notes.read("begun", rank) if rank != self._place.rank else None
-            if told and (words := parted({self._place.rank: begun, rank: tuple(told)})):
-                return words
+            if not told:
+                continue
+            theirs, latest = told
+            if words := parted({self._place.rank: begun, rank: tuple(theirs)}):
+                return words, _TOGETHER
+            their_calls = {int(number): (name, where) for number, (name, where) in latest.items()}
+            if words := crossed({self._place.rank: calls, rank: their_calls}):
+                return words, _SAME_CALLS
+        return None
+
+
+def crossed(calls: dict[int, Calls]) -> str:
+    """Return in words that two ranks wait in different collectives, each of which is the next one; empty if not.
+
+    Example:
+        >>> crossed({1: {4: ("barrier", "a.py:9")}, 0: {4: ("gather", "a.py:5"), 5: ("gather_object", "a.py:5")}})
+        'rank 0 waits in gather at a.py:5, and rank 1 in barrier at a.py:9: they will never meet'
+        >>> crossed({0: {7: ("mean", "a.py:5")}, 1: {7: ("mean", "a.py:9")}})
+        ''
+    """
+    (one, its), (other, theirs) = sorted(calls.items())
+    if not its or not theirs:
         return ""
+    number = min(max(its), max(theirs))  # in which one of them waits
+    (name, place), (their_name, their_place) = its.get(number, ("", "")), theirs.get(number, ("", ""))
+    if not name or not their_name or name == their_name:
+        return ""
+    them = f"rank {other} in {their_name} at {their_place}"
+    return f"rank {one} waits in {name} at {place}, and {them}: they will never meet"
 
 
 def parted(begun: dict[int, Begun]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -211,6 +212,27 @@ def test_one_rank_leaves_out_a_backward_before_no_sync() -> None:
 
     with pytest.raises(DriftError, match=r"do not hold the same weights of Linear"):
         run_ranks(on_rank, 2)
+
+
+def test_ranks_in_different_calls() -> None:
+    """Both calls are the next one of their rank, and neither ends: they are named at once, and not after 100 s."""
+
+    def on_rank() -> None:
+        dw.mean(1.0)
+        if dw.rank() == 0:
+            dw.gather(torch.ones(2))
+        dw.barrier()
+
+    began = time.monotonic()
+    with pytest.raises(WorkerTimeoutError) as raised:
+        run_ranks(on_rank, 2, timeout=2 * SOON)
+    assert time.monotonic() - began < SOON
+    words = str(raised.value)
+    place = r"test_parted\.py:\d+"
+    assert re.match(
+        rf"rank 0 waits in gather at {place}, and rank 1 in barrier at {place}: they will never meet", words
+    )
+    assert "All ranks must make the same calls in the same order" in words
 
 
 def test_one_rank_stops_early_in_a_collective_like_the_others() -> None:
