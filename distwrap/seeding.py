@@ -1,22 +1,26 @@
-"""Random number generators: seed them, carry their state to a rank, lend them for a moment."""
+"""Random number generators: seed them, carry their state to a rank, lend them for a moment, keep a run's own."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
 from distwrap.checks import SEED
+from distwrap.errors import CheckpointError
 from distwrap.group import world
-from distwrap.group.world import active_world, current_world
+from distwrap.group.world import RunPart, World, active_world, current_world
 
 GENERATORS = frozenset({"torch", "random", "numpy"})
+_SEEDS = 1000  # of generators that are gone, whose numbers a run still counts
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,10 @@ def rank_generator(seed: int, device: torch.device | str | None = None) -> torch
     Batches that are drawn by ``torch.randint``, or noise, would otherwise be the same on all ranks, which would do the
     same work. Ranks that train one replica together, as under ``tensor_parallel``, get the same numbers.
 
+    The generator belongs to the state of the run that `run_state` returns: a run that resumes goes on with its numbers,
+    whether the generator is made before the state is loaded or after. The resumed run finds it by its seed, and the
+    n-th generator of one seed is the n-th again. So make it before the loop, or give each epoch a seed of its own.
+
     Args:
         seed: a whole number from 0 to 2**63 - 1, the same on all ranks.
         device: the device of the tensors that are drawn; by default the CPU.
@@ -104,6 +112,7 @@ def rank_generator(seed: int, device: torch.device | str | None = None) -> torch
 
     Raises:
         OptionError: `seed` is not such a number.
+        CheckpointError: the state that was loaded for this generator is not that of a generator.
 
     Example:
         >>> rank_generator(7).initial_seed()
@@ -111,7 +120,66 @@ def rank_generator(seed: int, device: torch.device | str | None = None) -> torch
     """
     seed, share = SEED("seed", seed), current_world().layout.rank
     generator = torch.Generator(device if device is not None else "cpu")
-    return generator.manual_seed(mix("apart", seed, share) if share else seed)
+    generator.manual_seed(mix("apart", seed, share) if share else seed)
+    current_world().part(RankGenerators).add(seed, generator)
+    return generator
+
+
+class _Made(NamedTuple):
+    """Name of a generator, which it also has in a run that resumes: the n-th of a seed and a type of device."""
+
+    seed: int
+    device: str
+    number: int
+
+
+class RankGenerators(RunPart):
+    """Generators that `rank_generator` has made in a run, which live as long as the loop holds them.
+
+    A state that is loaded for a generator that does not exist yet waits for it, and is saved again until then.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._live: WeakValueDictionary[_Made, torch.Generator] = WeakValueDictionary()
+        self._count: Counter[tuple[int, str]] = Counter()
+        self._loaded: dict[_Made, torch.Tensor] = {}
+
+    def add(self, seed: int, generator: torch.Generator) -> None:
+        """Give a new generator its name, and the state that was loaded for it, if any.
+
+        Raises:
+            CheckpointError: this state is not that of a generator.
+        """
+        kind = seed, generator.device.type
+        if len(self._count) >= _SEEDS and kind not in self._count:  # as in a loop whose every step has its own seed
+            held = {(made.seed, made.device) for made in self._live.keys() | self._loaded.keys()}
+            self._count = Counter({kind: count for kind, count in self._count.items() if kind in held})
+        self._count[kind] += 1
+        made = _Made(*kind, self._count[kind])
+        if made in self._loaded:
+            try:
+                generator.set_state(self._loaded.pop(made))
+            except (RuntimeError, TypeError) as error:
+                raise CheckpointError(
+                    f"the checkpoint has a state for rank_generator({seed}) that is not the state of a generator on "
+                    f"{generator.device} ({error}). Was the file changed after save()?"
+                ) from error
+        self._live[made] = generator
+
+    def states(self) -> list[list[Any]]:
+        """Return the seed, type of device, number and state of each generator that exists or is waited for."""
+        states = self._loaded | {made: generator.get_state() for made, generator in self._live.items()}
+        return [[*made, state] for made, state in sorted(states.items(), key=lambda item: item[0])]
+
+    def load_states(self, states: list[list[Any]]) -> None:
+        """Give what `states` returned to the generators that exist, and to others as soon as they are made."""
+        self._loaded = {}
+        for seed, device, number, state in states:
+            made = _Made(seed, device, number)
+            if made in self._live:
+                self._live[made].set_state(state.cpu())
+            elif number > self._count[seed, device]:
+                self._loaded[made] = state.cpu()
 
 
 def mix(*parts: int | str) -> int:

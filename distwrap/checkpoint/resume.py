@@ -23,7 +23,7 @@ from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world, say_once
 from distwrap.precision import LossScaling
-from distwrap.seeding import RandomState
+from distwrap.seeding import RandomState, RankGenerators
 from distwrap.wording import named_ranks
 
 
@@ -111,6 +111,8 @@ class RunState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state, with this rank's random numbers; a rank that is new takes those of rank 0.
 
+        Its generators of `rank_generator` keep their own numbers, which shall differ from those of rank 0.
+
         Raises:
             CheckpointError: it is not the state of a run, or was saved in another precision.
         """
@@ -126,6 +128,7 @@ class RunState:
         world = current_world()
         mine = state["random"][world.placement.rank if world.placement.rank < len(state["random"]) else 0]
         _restore(mine)
+        world.part(RankGenerators).load_states(_generators(mine, state["random"]))
         world.options = replace(world.options, seed=state["seed"])
         scaling = world.part(LossScaling)
         if (state["scaler"] is None) != (scaling.scaler is None):
@@ -143,9 +146,10 @@ def run_state() -> RunState:
     """Return an object with the state of the run: all random numbers, the seed, and the gradient scaler of fp16.
 
     Save it together with models, optimizers, schedulers and loaders, and a run that resumes continues bit for bit as if
-    it had not stopped. The random numbers are those of all ranks, of torch, `random` and numpy. With ``comm=`` the
-    object also holds the count of steps and DiLoCo's outer state. State that differs between ranks is not in it, such
-    as error feedback, or weights that differ under ``comm=``: from these a run continues with the mean over the ranks.
+    it had not stopped. The random numbers are those of all ranks: of torch, `random`, numpy, and the generators that
+    `rank_generator` has made in the run. A generator that the loop makes itself is not in it. With ``comm=`` the object
+    also holds the count of steps and DiLoCo's outer state. State that differs between ranks is not in it, such as error
+    feedback, or weights that differ under ``comm=``: from these a run continues with the mean over the ranks.
 
     Example:
         >>> state = run_state().state_dict()
@@ -197,7 +201,21 @@ def _random() -> dict[str, Any]:
         state_of_device = kind_of(device).random_state(device)
         if state_of_device is not None:
             found[name] = state_of_device
+    if generators := current_world().part(RankGenerators).states():
+        found["generators"] = {"share": current_world().layout.rank, "states": generators}
     return found
+
+
+def _generators(mine: dict[str, Any], of_ranks: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the saved states of the generators of this rank's share; none where it is new, or the checkpoint is older.
+
+    Args:
+        mine: the random states that this rank takes.
+        of_ranks: those of all ranks that have saved.
+    """
+    saved = [found["generators"] for found in (mine, *of_ranks) if "generators" in found]
+    share = current_world().layout.rank
+    return next((each["states"] for each in saved if each["share"] == share), [])
 
 
 def _devices() -> list[tuple[str, torch.device]]:

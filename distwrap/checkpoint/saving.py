@@ -75,6 +75,7 @@ def save(
         ['step-20.pt', 'step-30.pt', 'step-latest.pt']
     """
     retention.check_keep(keep)
+    current_world().count("saves")
     path = Path(path)
     chosen = choose(format_of(io), path)
     if keep is not None and (chosen.collective or is_folder_of(chosen, path)) and retention.latest_of(path) is None:

@@ -30,6 +30,7 @@ from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join, teardown_process_group
 from distwrap.group.world import current_world
 from distwrap.launch import transport
+from distwrap.launch.callers_models import given_models, say_what_stays
 from distwrap.launch.outcome import Exit, Outcome, failure, success
 from distwrap.launch.task import Assignment, Task
 from distwrap.live_objects import mark_as_forked
@@ -155,9 +156,11 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
         assignment.surroundings.settings.restore()  # after all imports, as the caller may have made them
         if assignment.surroundings.accelerator is not None:
             assignment.surroundings.accelerator.learn()
+    given = given_models(task)
     value, trained = take_part(
         assignment, task, lambda report: stalled(report, link, place.rank), lambda first: _lost(first, link, place.rank)
     )
+    say_what_stays(task, given, value)
     return packed(assignment, task, value, trained)
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from distwrap._internals.torch import compiled_module
 from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.model.transparent import unwrap_model
 
 if TYPE_CHECKING:
     from distwrap.model.gradients import Gradients
@@ -37,6 +38,7 @@ class WrappedModels(RunPart):
         self._world = world
         self._models: list[ref[nn.Module]] = []
         self._guard = world.part(CollectiveGuard)
+        self._users: dict[int, ref[nn.Module]] = {}
         self.on_added: list[Callable[[nn.Module], None]] = []
         self.gradients: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
         self.bound: WeakKeyDictionary[nn.Module | Optimizer, Strategy] = WeakKeyDictionary()
@@ -58,8 +60,15 @@ class WrappedModels(RunPart):
         """Note a model that was wrapped just now."""
         self._models = [ref(other) for other in self if other is not model] + [ref(model)]
         self._guard.models.add(under_ddp(model) or model)
+        users = unwrap_model(model)
+        self._users = {key: held for key, held in self._users.items() if held() is not None} | {id(users): ref(users)}
         for call in self.on_added:
             call(model)
+
+    def has_wrapped(self, users: nn.Module) -> bool:
+        """Return whether a model of the user's was wrapped in this run."""
+        held = self._users.get(id(users))
+        return held is not None and held() is users
 
     def close(self) -> None:
         """Let the models go on as bare ones, without the process group, unless that is the user's, which stays."""

@@ -68,6 +68,7 @@ def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
     losses = [float(word) for word in run(*launcher, programs_of("README.md", tmp_path), folder=tmp_path).split()]
     assert len(losses) == 2
     assert max(losses) < 0.5
+    assert abs(losses[0] - losses[1]) < 2e-4  # as the README says, and rounded to four digits
 
 
 def test_documentation_and_changelog_agree_with_the_code() -> None:
