@@ -65,7 +65,7 @@ class Sharding:
 
     @property
     def repeated(self) -> int:
-        """How many samples of an epoch two ranks have, so that all shares are of one size."""
+        """The number of samples of an epoch that two ranks have, so that all shares are of one size."""
         if not isinstance(self.sampler, Order) or self.sampler.mode != "pad":
             return 0
         return -self.sampler.items % self.world_size
