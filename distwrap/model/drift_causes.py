@@ -16,7 +16,7 @@ SKIPPED = (
 )
 SCHEDULED = (
     "A scheduler that looks at a metric must see the same number on every rank, as in "
-    "scheduler.step(distwrap.mean(loss, count))."
+    "scheduler.step(distwrap.mean(loss, count)), and every rank must step its schedulers equally often."
 )
 
 
