@@ -1,10 +1,15 @@
-"""How this process was started: the folder in which it imported distwrap, before a script goes elsewhere."""
+"""How this process was started: where it imported distwrap, and whether it runs a script again, as another rank."""
 
 import os
 import sys
 from pathlib import PurePath
 
-FOLDER = os.getcwd()
+FOLDER = os.getcwd()  # before a script goes elsewhere
+
+if "DISTWRAP_SCRIPT_FD" in os.environ:
+    from distwrap.standard_input import leave_in_script
+
+    leave_in_script(os.environ["DISTWRAP_SCRIPT_FD"], os.environ.get("RANK", "0"))
 
 
 def is_command_line() -> bool:

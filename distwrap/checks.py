@@ -3,7 +3,7 @@
 import ast
 import numbers
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,13 +76,13 @@ def either(constant: str | None, check: Check) -> Check:
     )
 
 
-def one_of(what: str, known: Iterable[str]) -> Callable[[str, Any], str]:
-    """Return the check for one of some names, which are listed for a wrong one."""
+def one_of(what: str, known: Iterable[str], hints: Mapping[str, str] | None = None) -> Callable[[str, Any], str]:
+    """Return the check for one of some names, which are listed for a wrong one, with a hint where there is one."""
     names = tuple(known)
 
     def check(name: str, value: Any) -> str:
         if value not in names:
-            raise OptionError(unknown_name(what, value, names))
+            raise OptionError(unknown_name(what, value, names, hints))
         return str(value)
 
     return check

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from distwrap.checkpoint.on_ranks import UNTOUCHED, problem_in_words
 from distwrap.checkpoint.plain import Staging
 from distwrap.errors import CheckpointError
 from distwrap.group.world import RunPart, World
@@ -19,7 +20,6 @@ class Writer(RunPart):
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._what = ""
 
     def write(self, state: Any, write: Callable[[Any], None], what: str, *, tells: bool = True) -> None:
         """Copy a plain state, and write the copy in the background when the previous one is written.
@@ -27,20 +27,20 @@ class Writer(RunPart):
         Args:
             state: plain values.
             write: writes the copy.
-            what: a description of the checkpoint, for the error at the program's end.
+            what: a description of the checkpoint, for the error.
             tells: whether this rank raises a failure; if all ranks write a state, only rank 0 does.
 
         Raises:
-            Exception: the previous state could not be written.
+            CheckpointError: the previous state could not be written.
         """
         self.wait()
-        copy, self._what = self._staging.copied(state), what
+        copy = self._staging.copied(state)
 
         def work() -> None:
             try:
                 write(copy)
             except Exception as error:  # noqa: BLE001 - raised where somebody waits
-                self._error = error if tells else None
+                self._error = _explained(error, what) if tells else None
 
         atexit.unregister(self._end_program)
         atexit.register(self._end_program)
@@ -52,7 +52,7 @@ class Writer(RunPart):
         """Wait until nothing is being written.
 
         Raises:
-            Exception: the last state could not be written.
+            CheckpointError: the last state could not be written.
         """
         if self._thread is not None:
             self._thread.join()
@@ -73,9 +73,15 @@ class Writer(RunPart):
         try:
             self.wait()
         except Exception as error:  # noqa: BLE001 - printed as any uncaught exception
-            told = CheckpointError(f"{self._what} was not written in the background: {type(error).__name__}: {error}.")
-            told.__cause__ = error
-            sys.excepthook(CheckpointError, told, None)
+            sys.excepthook(type(error), error, None)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exit handler cannot change the exit code otherwise
+
+
+def _explained(error: Exception, what: str) -> CheckpointError:
+    """Return the failure of a checkpoint in the background, in words that name it."""
+    told = CheckpointError(f"{what} was not written in the background: {problem_in_words(error)}{UNTOUCHED}")
+    told.is_secondary = isinstance(error, CheckpointError) and error.is_secondary
+    told.__cause__ = error
+    return told

@@ -6,22 +6,25 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from distwrap.environments.identity import pid_exists
 from distwrap.errors import CheckpointError
+from distwrap.wording import as_size, first_line
 
 SKELETON = "skeleton.pt"  # in a sharded checkpoint: all but the tensors' numbers
 _SWEEP_SECONDS = 60.0
+_LITTLE = 2**20  # bytes, of a disk that is full
 
 
 def place_of(path: Path, *, folder: bool = False) -> Path:
     """Return where a file or folder of this name must be written, following its symbolic links.
 
     Raises:
-        CheckpointError: the name belongs to a device, FIFO or socket; or to a file instead of a folder, or vice versa.
+        CheckpointError: the name belongs to a device, FIFO or socket; or to a file instead of a folder, or vice versa;
+            or it is in a folder that does not exist.
     """
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode
@@ -35,7 +38,32 @@ def place_of(path: Path, *, folder: bool = False) -> Path:
             raise CheckpointError(
                 f"{path} exists and is a {is_there}, and this checkpoint would be a {comes}: give another name"
             )
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
+    place = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if not place.parent.is_dir():
+        raise CheckpointError(
+            f"there is no folder {place.parent}. Make it before, by os.makedirs({str(place.parent)!r}, exist_ok=True)"
+        )
+    return place
+
+
+@contextmanager
+def full_disk_told(folder: Path) -> Iterator[None]:
+    """Raise an error that names the folder of a full disk, where writing to it fails; torch's error says other things.
+
+    What was written so far must still be there at the end of the ``with``, since it fills the disk.
+    """
+    try:
+        yield
+    except Exception as error:
+        free = _LITTLE
+        with suppress(OSError):
+            free = shutil.disk_usage(folder).free
+        if free >= _LITTLE:
+            raise
+        raise CheckpointError(
+            f"the disk of {folder.absolute()} is full ({as_size(free)} free): {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], None], before: Callable[[], None] = lambda: None) -> None:
@@ -52,8 +80,9 @@ def write_atomically(path: Path, write: Callable[[Path], None], before: Callable
     temporary = temporary_name(path)
     temporary.touch(0o600 if path.exists() else 0o666, exist_ok=False)
     try:
-        write(temporary)
-        _sync(temporary)
+        with full_disk_told(path.parent):
+            write(temporary)
+            _sync(temporary)
         with suppress(FileNotFoundError):
             os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         before()
@@ -75,8 +104,9 @@ def write_folder(path: Path, write: Callable[[Path], None], check: Callable[[], 
     check()
     temporary = new_folder(path)
     try:
-        write(temporary)
-        put_folder(temporary, path)
+        with full_disk_told(path.parent):
+            write(temporary)
+            put_folder(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -13,6 +13,8 @@ from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
 from distwrap.supervision.activity import Activity
 
+UNTOUCHED = ". What was there before is untouched."
+
 
 def do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequence[int] = (0,)) -> None:
     """Run some work on some ranks, and raise the failure of any of them on every rank.
@@ -41,7 +43,7 @@ def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequ
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - all ranks raise it
-            problem = _in_words(error)
+            problem = problem_in_words(error)
             cause = error
     for worker in workers:
         its_host, its_problem, follows = host, problem, cause is not None and is_secondary(cause)
@@ -56,8 +58,7 @@ def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequ
             raise cause
         if its_problem:
             failure = CheckpointError(
-                f"{what} was not written by rank {worker} on {its_host}: {its_problem}. What was there before is "
-                f"untouched."
+                f"{what} was not written by rank {worker} on {its_host}: {its_problem}{UNTOUCHED}"
             )
             failure.is_secondary = follows
             raise failure from (cause if rank == worker else None)
@@ -72,7 +73,7 @@ def first_problem(own: Exception | None, gather: Callable[[str], list[str]]) -> 
     """
     rank, line = current_world().placement.rank, ""
     if own is not None:
-        line = f"{is_secondary(own):d}rank {rank} on {socket.gethostname()}: {_in_words(own)}"
+        line = f"{is_secondary(own):d}rank {rank} on {socket.gethostname()}: {problem_in_words(own)}"
     told = [text for text in gather(line) if text]
     if not told:
         return None
@@ -82,8 +83,10 @@ def first_problem(own: Exception | None, gather: Callable[[str], list[str]]) -> 
     return failure
 
 
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def problem_in_words(error: BaseException) -> str:
+    """Return a failure as a part of the message that tells where it was."""
+    words = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return words.removesuffix(UNTOUCHED)
 
 
 def _told_by(worker: int, mine: bytes | None, name: str, site: str, before: str) -> tuple[str, str, str, bool]:

@@ -109,6 +109,10 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
             )
         plain_state.append(plain(state))
 
+    def write_part() -> None:
+        with files.full_disk_told(place.parent):
+            io.save(plain_state[0], temporary)
+
     def finish() -> None:
         files.put_folder(temporary, place)
         retention.prune(place, keep)
@@ -116,7 +120,8 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
     def write(state: Any) -> None:
         group, failed = current_world().part(PieceGroup), None
         try:
-            io.over(group.group).save(state, temporary)  # type: ignore[attr-defined]
+            with files.full_disk_told(place.parent):
+                io.over(group.group).save(state, temporary)  # type: ignore[attr-defined]
         except Exception as error:  # noqa: BLE001 - rank 0 raises it
             failed = error
         problem = first_problem(failed, group.gather_text)
@@ -139,7 +144,7 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
 
             do_on_ranks(copy, what, f"{name} copy", everybody)
             return
-        do_on_ranks(lambda: io.save(plain_state[0], temporary), what, f"{name} part", everybody)
+        do_on_ranks(write_part, what, f"{name} part", everybody)
         do_on_ranks(finish, what, name)
 
 

@@ -51,7 +51,7 @@ class EpochCheck:
         order: Callable[[], str] = str,
         epochs_matter: bool = True,
     ) -> None:
-        self._channel, self._rank, self._key, self._site = channel, rank, f"loader/{name}", site
+        self._channel, self._rank, self._key, self.site = channel, rank, f"loader/{name}", site
         self._others = [other for other in range(world_size) if other != rank]
         self._position, self._order, self._epochs_matter = position, order, epochs_matter
         self._orders: dict[str, str] = {}
@@ -84,7 +84,7 @@ class EpochCheck:
         for epoch, order in self._orders.items():
             if theirs.get(epoch, order) != order:
                 raise LoaderError(
-                    f"in epoch {epoch} of the loader sharded at {self._site}, rank {self._rank} and rank "
+                    f"in epoch {epoch} of the loader sharded at {self.site}, rank {self._rank} and rank "
                     f"{other} go through the data in different orders ({order}; {theirs[epoch]}), so their "
                     "shares overlap: some samples are repeated and others left out, and samples held back for "
                     "validation may be trained on. All ranks must shard the same loaders in the same order, "
@@ -100,7 +100,7 @@ class EpochCheck:
             if batches is not None and batches < taken:
                 few = f"{batches} batch{'es' if batches > 1 else ''}"
                 raise LoaderError(
-                    f"rank {other} has taken {few} of epoch {epoch} of the loader sharded at {self._site} and "
+                    f"rank {other} has taken {few} of epoch {epoch} of the loader sharded at {self.site} and "
                     f"is in epoch {now} by now, but rank {self._rank} has taken {taken} and goes on: the ranks "
                     "shuffle differently from now on, so some samples are repeated and others left out. Take a "
                     "first batch on every rank or through another loader, leave the loop on all ranks after "
@@ -123,7 +123,7 @@ class EpochCheck:
             if len(set(digests)) == 1:
                 say(
                     f"the first batches of {named_ranks([self._rank, *self._others])} of the loader sharded at "
-                    f"{self._site} are the same: the dataset seems not to be divided among the ranks. "
+                    f"{self.site} are the same: the dataset seems not to be divided among the ranks. "
                     f"Let its __iter__ take every n-th item, or say shard_loader(loader, split='items')."
                 )
 

@@ -32,6 +32,8 @@ Uneven = Literal["shortest", "pad", "empty"]
 
 _NOTHING: Any = object()
 _IN_WINDOW = 2
+# The name of the loop, and what to do where a rank ran out of data, for the line about it.
+_OF_LOCKSTEP = "lockstep", "uneven='pad' would use all of it, and uneven='empty' is for an evaluation"
 
 
 class _Flag(IntEnum):
@@ -106,9 +108,19 @@ def lockstep(
     return Lockstep(loader, uneven, skip, on_preempt, SECONDS("grace", grace), empty=empty)
 
 
-def in_step(loader: Any, uneven: Uneven) -> Lockstep[Any]:
-    """Return a sharded loader whose ranks may end unevenly in step; it leaves signals alone."""
-    return Lockstep(loader, uneven, None, None, 30.0, listens=False)
+def in_step(loader: Any, uneven: Uneven, site: str) -> Lockstep[Any]:
+    """Return a sharded loader whose ranks may end unevenly in step; it leaves signals alone.
+
+    Args:
+        loader: with batches of this rank.
+        uneven: as in `lockstep`.
+        site: where the user has sharded the loader, for messages.
+    """
+    words = (
+        f"a loop over the loader sharded{site and f' at {site}'}",
+        "shard_loader(loader, mode='pad') would use all of it, and mode='exact' is for an evaluation",
+    )
+    return Lockstep(loader, uneven, None, None, 30.0, listens=False, words=words)
 
 
 class LockstepStatus(RunPart):
@@ -174,7 +186,9 @@ class Lockstep(Generic[Batch]):
         grace: float,
         listens: bool = True,
         empty: Callable[[Batch], Batch] | None = None,
+        words: tuple[str, str] = _OF_LOCKSTEP,
     ) -> None:
+        self._words = words
         self._empty: Callable[[Any], Any] = emptied if empty is None else empty
         self._loader, self._uneven, self._skip = loader, uneven, skip
         self._listens = listens
@@ -282,8 +296,8 @@ class Lockstep(Generic[Batch]):
         if seen[_Flag.OUT] and seen[_Flag.HAS] and is_first_time("uneven"):
             out = [rank for rank, (has_more,) in enumerate(status.gathered([self._has_more])) if not has_more]
             say(
-                f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data while the "
-                "others had more. uneven='pad' would use all of it, and uneven='empty' is for an evaluation"
+                f"{self._words[0]} ended after step {self.step}, when {named_ranks(out)} ran out of data while the "
+                f"others had more. {self._words[1]}"
             )
         return bool(seen[_Flag.OUT])
 

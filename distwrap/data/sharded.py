@@ -52,7 +52,7 @@ class ShardedLoader(SkippingLoader[T_co]):
             return timed(sharding.changing.batches(self))
         if not sharding.uneven:
             return timed(self._rank_batches())
-        sharding.lockstep = in_step(self, sharding.uneven)
+        sharding.lockstep = in_step(self, sharding.uneven, sharding.epoch_check.site if sharding.epoch_check else "")
         return timed(iter(sharding.lockstep))
 
     def __len__(self) -> int:

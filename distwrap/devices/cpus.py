@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+_MOST_RANKS_PER_CPU = 4  # with more, their start alone takes a user by surprise
+
 
 def allowed_cpus() -> list[int]:
     """Return the CPUs on which this process may run, fewer where its cgroup has a smaller quota."""
@@ -85,6 +87,22 @@ def choose_threads(local_world_size: int) -> int | None:
     if "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, len(allowed_cpus()) // local_world_size)
+
+
+def too_many_ranks(count: int, cpus: int) -> str:
+    """Return in words that ranks are too many for the CPUs of this node; empty where they are not.
+
+    Example:
+        >>> too_many_ranks(1000, 2)[:63]
+        '1000 ranks on the 2 CPU cores of this node: starting them takes'
+    """
+    if count <= _MOST_RANKS_PER_CPU * cpus:
+        return ""
+    cores = f"the {cpus} CPU cores" if cpus > 1 else "the one CPU core"
+    return (
+        f"{count} ranks on {cores} of this node: starting them takes long, and they compute more slowly than one rank "
+        f"for each core. To train faster use nprocs={max(2, cpus)}, or a single process."
+    )
 
 
 def share_threads(rank: int, registrations: dict[int, dict[str, Any]]) -> int | None:

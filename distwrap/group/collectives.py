@@ -18,7 +18,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.members import among_members
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
-from distwrap.group.tensor_exchange import Op, exchange_device, gather_numbers, ranks_of_shares, reduce_tensor
+from distwrap.group.tensor_exchange import OP_HINTS, Op, exchange_device, gather_numbers, ranks_of_shares, reduce_tensor
 from distwrap.group.tensors_apart import as_bytes, bytes_of, is_dense, of_bytes, put_together, take_apart
 from distwrap.group.world import current_world
 from distwrap.supervision.activity import Activity
@@ -143,7 +143,7 @@ def reduce(value: Any, op: Op = "mean") -> Any:
         >>> reduce(3.0)
         3.0
     """
-    one_of("op", get_args(Op))("op", op)
+    one_of("op", get_args(Op), OP_HINTS)("op", op)
     if is_alone("reduce"):
         return value
     leaves, spec, tensors = tensors_in(value, "reduce")
@@ -366,17 +366,23 @@ def everyones(spec: Any, tensors: list[torch.Tensor], problem: str = "") -> list
     return [description for description, _ in everyone]
 
 
-def compare(descriptions: list[Any], what: str) -> None:
+def compare(descriptions: list[Any], what: str, shown: list[Any] | None = None) -> None:
     """Raise an error on every rank where the ranks' descriptions differ.
+
+    Args:
+        descriptions: one a rank.
+        what: the collective's name.
+        shown: the descriptions as the message has them, where it says more than what is compared.
 
     Raises:
         CollectiveError: says what rank 0 has, and another one.
     """
     for rank, description in enumerate(descriptions):
         if description != descriptions[0]:
+            shown = descriptions if shown is None else shown
             raise CollectiveError(
-                f"{what}(): the ranks hold different things. Rank 0 has {_words(descriptions[0])}, "
-                f"rank {rank} has {_words(description)}."
+                f"{what}(): the ranks hold different things. Rank 0 has {_words(shown[0])}, "
+                f"rank {rank} has {_words(shown[rank])}."
             )
 
 

@@ -84,6 +84,7 @@ def gather(
             for structure, rows, _ in everyone
         ],
         "gather",
+        [(structure, rows) for structure, rows, _ in everyone],
     )
     shares = [everyone[rank] for rank in ranks_of_shares()]
     if pad is not None:

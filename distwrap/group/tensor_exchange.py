@@ -12,6 +12,7 @@ from distwrap.group.tensors_apart import as_bytes, of_bytes
 from distwrap.group.world import current_world
 
 Op = Literal["mean", "sum", "product", "min", "max"]
+OP_HINTS = dict.fromkeys(("avg", "average"), "Did you mean 'mean'?")
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _OPS["product"] = dist.ReduceOp.PRODUCT

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from distwrap import retrofit
-from distwrap.devices.cpus import choose_threads
+from distwrap.devices.cpus import allowed_cpus, choose_threads, too_many_ranks
 from distwrap.devices.selection import choose_nprocs, visible_devices
 from distwrap.errors import LaunchError, SerializationError, WorkerError
+from distwrap.group.world import say_once
 from distwrap.launch import pickling, transport
 from distwrap.launch.other_callers import NodeSummary
 from distwrap.launch.outcome import Exit, Outcome, raise_failure
@@ -163,6 +164,12 @@ class Launcher:
                 f"things by name. Install cloudpickle (pip install 'distwrap[notebook]') to send it by value."
             )
         return os.path.abspath(path), None
+
+
+def tell_of_crowd(count: int) -> None:
+    """Print a line, before ranks are started on this node, where there are far more than it has CPUs to run them."""
+    if not visible_devices().count and (words := too_many_ranks(count, len(allowed_cpus()))):
+        say_once("too many ranks", words)
 
 
 def launch(launcher: Launcher, job: Job) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from distwrap.data import workers
 from distwrap.group.setup import ARRIVAL_SECONDS
-from distwrap.launch.base import Job, Launcher
+from distwrap.launch.base import Job, Launcher, tell_of_crowd
 from distwrap.launch.logs import Logs, Streams
 from distwrap.launch.outcome import Outcome
 from distwrap.launch.processes import Process
@@ -48,6 +48,7 @@ class LocalLauncher(Launcher):
     def _supervised(self, job: Job, plan: Assignment, met: Meeting, logs: Logs, signals: PassedOn) -> list[Outcome]:
         sys.stdout.flush()
         sys.stderr.flush()
+        tell_of_crowd(len(met.ranks))
         processes: list[Process] = []
         try:
             for rank in met.ranks:

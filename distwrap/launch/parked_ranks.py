@@ -8,7 +8,7 @@ from typing import Any
 from distwrap.data import workers
 from distwrap.environments import distwrap_environment
 from distwrap.launch import command_line, store_file, transport
-from distwrap.launch.base import Job
+from distwrap.launch.base import Job, tell_of_crowd
 from distwrap.launch.logs import Logs
 from distwrap.launch.processes import CommandProcess
 from distwrap.launch.supervisor import stop
@@ -66,6 +66,7 @@ class ParkedRanks:
     def _start_all(self, job: Job, met: store_file.Meeting) -> None:
         self.logs = Logs(job.task.options.log_dir, met.ranks)
         atexit.register(self._let_leave)
+        tell_of_crowd(len(met.ranks))
         try:
             for rank in met.ranks[1:]:
                 env = {**os.environ, **distwrap_environment.variables(met.placement(rank), "script", met.store)}

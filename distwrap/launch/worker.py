@@ -40,6 +40,7 @@ from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.registry import strategies
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
+from distwrap.standard_input import leave_to_rank_zero
 from distwrap.supervision.failure_news import Failure
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class PipeLink:
 
     def assignment(self) -> Assignment:
         assignment: Assignment = pickle.loads(self._conn.recv_bytes())
+        leave_to_rank_zero(assignment.placement.rank)
         return assignment
 
     def report(self, outcome: Outcome) -> None:

@@ -17,7 +17,9 @@ from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import version_of
 from distwrap.group.world import RunPart, World
+from distwrap.live_objects import instances
 from distwrap.model import in_sync
+from distwrap.model.drift_causes import cause_in_closure, name_of_stranger, strangers_in_words
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.unwrapped import Unwrapped
@@ -56,6 +58,7 @@ class ModelWatch(Watch):
         self._at_first = [version_of(parameter) - self._version for parameter in net.parameters()]
         self._changes = {0}  # of the sentinel's version, from one average to the next
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}  # since the last average
+        self._strangers: dict[str, str] = {}  # of tensors that no wrapped model has, what they are
         self._forwards: list[Held] = []  # of a divided model, before the latest step
         self._by_hand = self._pauses = 0
         self._paused_at = 0.0
@@ -147,13 +150,21 @@ class ModelWatch(Watch):
         stepped = [optimizer for held in self._stepped.values() if (optimizer := held()) is not None]
         optimizers = [optimizer for optimizer in stepped if self.trained_by(optimizer)]
         known = self._drift.known()
-        strangers = [
-            Held(f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has", "", tensor)
-            for optimizer in optimizers
-            for number, tensor in enumerate(parameters_of(optimizer).values())
-            if id(tensor) not in known and tensor.grad is not None
-        ]
+        strangers: list[Held] = []
+        for optimizer in optimizers:
+            own = {
+                name_of_stranger(number, optimizer): tensor
+                for number, tensor in enumerate(parameters_of(optimizer).values())
+                if id(tensor) not in known and tensor.grad is not None
+            }
+            if not own.keys() <= self._strangers.keys():  # now, since they may be gone when ranks are seen to differ
+                self._strangers |= strangers_in_words(own)
+            strangers += [Held(name, "", tensor) for name, tensor in own.items()]
         return [*_learning_rates(optimizers), *weights, *strangers, *self._forwards]
+
+    def cause_of(self, difference: str) -> str:
+        stranger = next((words for name, words in self._strangers.items() if repr(name) in difference), "")
+        return stranger or cause_in_closure(each for each in instances(Optimizer) if self.trained_by(each))
 
     @property
     def is_gone(self) -> bool:

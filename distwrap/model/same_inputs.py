@@ -149,7 +149,8 @@ class InputsWatch:
             way = f"The loop at {loop} iterates over a DataLoader that is not sharded: give it shard_loader(loader)."
         else:
             way = (
-                "Write loader = shard_loader(loader). Random numbers that the loop draws by itself, as by "
+                "Write loader = shard_loader(loader), or, in a loop that cuts its batches itself, split(x[i : i + n]), "
+                "which is this rank's part of the batch. Random numbers that the loop draws by itself, as by "
                 "torch.randint or torch.randn, must differ between the ranks: "
                 "generator=rank_generator(seed), or seed_everything(seed, apart=True) once the model is made."
             )

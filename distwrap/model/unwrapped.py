@@ -63,7 +63,7 @@ class Unwrapped(RunPart):
             ModelError: names the module's class, and the line that has made the optimizer.
         """
         held, modules = parameters_of(optimizer), instances(nn.Module)
-        model = _model_of(held, modules)
+        model = model_of(held, modules)
         if model is None or self._world.part(CollectiveGuard).function or _is_torchs(held, modules):
             return
         grads = [tensor.grad for tensor in held.values() if tensor.grad is not None]
@@ -153,7 +153,7 @@ class _Step:
     looks: int = 0
 
 
-def _model_of(held: dict[int, nn.Parameter], modules: list[nn.Module]) -> nn.Module | None:
+def model_of(held: dict[int, nn.Parameter], modules: list[nn.Module]) -> nn.Module | None:
     """Return the smallest module that has all of an optimizer's parameters, or the most; ``None`` if none has any."""
     counted = []
     for module in modules:

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from distwrap.group.world import World
 from distwrap.model.comparison import Comparison
+from distwrap.model.drift_causes import SCHEDULED, SKIPPED
 from distwrap.model.in_sync import Held
 
 SHARE = 0.001  # of the time, which looks may take after the first few
@@ -86,6 +87,10 @@ class Watch:
         """Return the tensors."""
         raise NotImplementedError
 
+    def cause_of(self, difference: str) -> str:
+        """Return why this difference came about, and what to do, where what is trained tells; else empty."""
+        return ""
+
     def _tell(self, event: Literal["by hand", "paused", "end"], by_hand: int, *state: object) -> None:
         """Look now, and tell at once; it is compared with ranks on which what is given here is alike."""
         self.comparison.tell(TrainingPosition(self._era, self.averages - 1, event, by_hand, state), self.held())
@@ -107,10 +112,9 @@ class Watch:
     def _message(self, position: TrainingPosition, difference: str, agreed: TrainingPosition | None) -> str:
         last = f" They last agreed {agreed.in_words(self.unit)}." if agreed is not None else ""
         if "learning rate" in difference:
-            cause = (
-                "A scheduler that looks at a metric must see the same number on every rank, as in "
-                "scheduler.step(distwrap.mean(loss, count))."
-            )
+            cause = SKIPPED if "does not hold the same tensors" in difference else SCHEDULED
+        elif own := self.cause_of(difference):
+            cause = own
         elif position.event == "by hand" or not self.averages:
             cause = (
                 "Weights that are updated by hand, from autograd.grad or func.grad or in a hook, go past DDP: average "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distwrap as dw
+from distwrap.checkpoint.formats import FileIO
 from distwrap.errors import CheckpointError, OptionError
 from distwrap.testing import run_ranks
 
@@ -143,9 +146,41 @@ def test_every_rank_learns_of_a_failure(tmp_path: Path) -> None:
     one, other = run_ranks(on_rank, 2, timeout=20)
     assert one == other
     assert "was not written by rank 0" in one[0]
-    assert "FileNotFoundError" in one[0]
+    assert f"there is no folder {tmp_path / 'missing'}. Make it before, by os.makedirs(" in one[0]
     assert "is a folder, and this checkpoint would be a file" in one[1]
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "folder"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
+    """Where a write fails and the disk has no room, the error says so, whatever torch says; else it does not."""
+
+    class Failing(FileIO):
+        def save(self, state: Any, path: Path) -> None:
+            raise RuntimeError("unexpected pos 832 vs 726")
+
+    def save() -> None:
+        dw.save(1, tmp_path / "a.pt", background=background, io=Failing())
+        dw.wait_for_saves()
+
+    usage, words = shutil.disk_usage(tmp_path), []
+    for free in (4096, usage.free + 2**30):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with pytest.raises(CheckpointError, match="unexpected pos 832 vs 726") as failure:
+            save()
+        words.append(str(failure.value))
+    told = f"the disk of {tmp_path} is full (4.1 kB free): RuntimeError: unexpected pos 832 vs 726. What was there"
+    assert [told in each for each in words] == [True, False]
+    assert all(each.count("What was there before is untouched.") == 1 for each in words)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_folder_is_the_same_error_in_the_background(tmp_path: Path) -> None:
+    """It is raised before anything is copied, and names the folder to make."""
+    for background in (False, True):
+        with pytest.raises(CheckpointError, match=r"there is no folder .*missing\. Make it before") as failure:
+            dw.save(1, tmp_path / "missing" / "a.pt", background=background)
+        assert ".tmp" not in str(failure.value)
 
 
 def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:

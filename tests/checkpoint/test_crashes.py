@@ -89,6 +89,7 @@ def test_a_full_disk_is_everybodys_error_and_the_old_file_stays(disk: Path, back
 
     for text in run_ranks(on_rank, 2, timeout=30):
         assert "was not written by rank 0" in text
+        assert f"the disk of {disk} is full (" in text
         assert "What was there before is untouched" in text
     assert dw.load(disk / "a.pt")["w"].numel() == 1000
     assert os.listdir(disk) == ["a.pt"]

@@ -162,6 +162,20 @@ def test_uneven_ranks_end_together(mode: str, steps: int, by_hand: bool) -> None
     assert [len(share) for share in run_ranks(steps_of, 2, mode, by_hand)] == [steps, steps]
 
 
+def test_a_loop_that_ends_early_is_told_of_in_its_own_words(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line names the loader's place and its own option, and lockstep only where the user has called it."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "0")
+    site = f"test_iterable_shards.py:{steps_of.__code__.co_firstlineno + 1}"
+    for by_hand in (False, True):
+        run_ranks(steps_of, 2, "auto", by_hand)
+        (line,) = [line for line in capfd.readouterr().err.splitlines() if "ran out of data" in line]
+        assert ("lockstep ended after step 3, when rank 0 ran out" in line and "uneven='pad'" in line) == by_hand
+        assert (f"loop over the loader sharded at {site} ended after step 3, when rank 0 ran out" in line) != by_hand
+        assert ("shard_loader(loader, mode='pad') would use all of it" in line) != by_hand
+
+
 def ends_by_itself() -> list[float]:
     loader = shard_loader(DataLoader(Uneven(), batch_size=2), split="dataset", mode="exact")
     return sorted(gather(torch.cat(list(loader))).tolist())

@@ -21,7 +21,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"batch_size": 16, "shuffle": True},
         {},
         "16 a rank x 4 ranks = 64 a step; 16 steps an epoch (63 in one process); mode pad (all ranks get "
-        "equally many samples, a few of them twice); shuffled in the order of torch's DistributedSampler",
+        "equally many samples); shuffled in the order of torch's DistributedSampler",
     ),
     (
         {"batch_size": 16},
@@ -38,8 +38,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"batch_size": None, "sampler": WeightedRandomSampler([1.0] * 1000, 400)},
         {},
-        "100 steps an epoch (400 in one process); mode pad (all ranks get equally many samples, a few of them "
-        "twice); order of its WeightedRandomSampler",
+        "100 steps an epoch (400 in one process); mode pad (all ranks get equally many samples); "
+        "order of its WeightedRandomSampler",
     ),
 ]
 
@@ -63,6 +63,46 @@ def test_a_line_a_loader(
     assert len(lines) == 1
     assert lines[0].startswith("distwrap: loader at test_start_line.py:")
     assert lines[0].partition(": ")[2].partition(": ")[2] == said
+
+
+@pytest.mark.usefixtures("loud")
+@pytest.mark.parametrize(
+    ("samples", "options", "sharding", "said"),
+    [
+        (
+            9,
+            {"shuffle": True},
+            {},
+            "3 steps an epoch (9 in one process); mode pad (all ranks get equally many samples, 3 of them twice)",
+        ),
+        (
+            1,
+            {},
+            {"mode": "pad"},
+            "1 step an epoch (1 in one process); mode pad (all ranks get equally many samples, 3 of them repeated)",
+        ),
+        (
+            6,
+            {"batch_sampler": [[0, 1], [2], [3, 4], [5], [0]]},
+            {"mode": "pad"},
+            "all ranks get equally many batches, 3 of them twice",
+        ),
+        (
+            2,
+            {"batch_size": 2},
+            {},
+            "1 step an epoch (1 in one process); mode exact (each sample once); ranks 2, 3 of 4 will have no batch",
+        ),
+        (3, {"batch_size": 2}, {}, "rank 3 of 4 will have no batch, as there are fewer samples than ranks"),
+    ],
+)
+def test_what_does_not_divide_is_counted(
+    samples: int, options: dict[str, Any], sharding: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How many samples are repeated, and which ranks have none at all; nothing where all divides evenly."""
+    with standing_on(0, 4):
+        shard_loader(DataLoader(range(samples), **options), **sharding)  # type: ignore[arg-type]
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("loud")

@@ -89,6 +89,7 @@ def test_the_same_data_on_all_ranks(data: str, by_method: bool) -> None:
     )
     assert (loop in words) == ("order" in data or "shuffled" in data)
     assert ("generator=rank_generator(seed)" in words) != (loop in words)
+    assert ("cuts its batches itself, split(x[i : i + n])" in words) != (loop in words)
     assert words.endswith("say shard_loader(loader, mode='same'), or wrap_model(model, same_inputs=True).")
 
 

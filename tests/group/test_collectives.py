@@ -100,6 +100,18 @@ def test_a_mismatch_is_an_error_on_every_rank(exchange: Callable[[Any], Any]) ->
     assert run_ranks(on_rank, 2, timeout=20) == [2, 2]
 
 
+def test_a_mismatch_of_trailing_dimensions_shows_whole_shapes() -> None:
+    """Where gather() refuses shapes, the message has them with the first dimension, as the user sees them."""
+
+    def on_rank() -> str:
+        with pytest.raises(CollectiveError) as refusal:
+            dw.gather(torch.ones(2, 3 + dw.rank()))
+        return str(refusal.value)
+
+    text = run_ranks(on_rank, 2, timeout=20)[1]
+    assert text.endswith("Rank 0 has float32[2, 3], rank 1 has float32[2, 4].")
+
+
 def test_reduce_combines_in_four_ways() -> None:
     """Mean, sum, min and max, element by element, in any nesting; numbers come back as numbers."""
 
@@ -293,7 +305,7 @@ def test_a_single_process_gets_back_what_it_gave() -> None:
 
 def test_wrong_names_are_refused_also_in_a_single_process() -> None:
     """An unknown op, way to agree or source rank is an error before anything is exchanged."""
-    with pytest.raises(OptionError, match=r"'avg'.*Known: max, mean, min, product, sum"):
+    with pytest.raises(OptionError, match=r"'avg'\. Did you mean 'mean'\? Known: max, mean, min, product, sum"):
         dw.reduce(1.0, "avg")
     with pytest.raises(OptionError, match=r"'some'.*Known: all, any"):
         dw.agree(True, "some")

@@ -138,10 +138,30 @@ def a_weight_outside(model: nn.Module) -> None:
         dw.barrier()
 
 
+def a_step_of_one_rank(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.eye(2, 3) + dw.rank()).sum().backward()
+        if dw.rank() == 0:
+            optimizer.step()
+        dw.barrier()
+
+
+def an_unwrapped_head(model: nn.Module) -> None:
+    head = nn.Linear(1, 5)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    for _ in range(3):
+        head(model(torch.eye(2, 3) + dw.rank())).pow(2).sum().backward()
+        optimizer.step()
+        dw.barrier()
+
+
 WRONG: dict[Callable[[nn.Module], None], str] = {
     own_learning_rate: "'the learning rate of SGD, group 0' is the first that differs: rank 0 0.1 and rank 1 0.2",
     own_noise: "Sequential: '0.weight' is the first that differs: rank 0 one",
     a_weight_outside: "'tensor 6 of Adam, which no wrapped model has' is the first that differs",
+    a_step_of_one_rank: "Either one of these ranks took a step with this optimizer that the other did not",
+    an_unwrapped_head: "That tensor is 'weight' of Linear, of shape (5, 1), and wrap_model() has not wrapped this",
 }
 
 
@@ -156,6 +176,38 @@ def test_ranks_that_differ_are_found_soon(way: Callable[[nn.Module], None]) -> N
         run_ranks(on_rank, 2)
     assert "after 1 averages of gradients the ranks do not hold the same weights" in str(refusal.value)
     assert WRONG[way] in str(refusal.value)
+
+
+def fitted(closure_mean: bool) -> list[float]:
+    """Return the weights that L-BFGS with a line search finds in a few steps."""
+    torch.manual_seed(0)
+    model = dw.wrap_model(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+    samples = torch.randn(16, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = dw.split(samples)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - 3 * x.prod(1, keepdim=True).sin()).pow(2).mean()
+        loss.backward()
+        return dw.mean(loss) if closure_mean else loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def test_a_closure_that_returns_the_mean_of_all_ranks_fits_as_one_process_does() -> None:
+    """L-BFGS chooses its steps by the closure's loss: with all ranks' mean two ranks find one process's weights."""
+    alone = fitted(True)
+    for weights in run_ranks(fitted, 2, True):
+        torch.testing.assert_close(weights, alone, rtol=1e-7, atol=1e-9)
+
+
+def test_a_closure_that_returns_one_ranks_loss_is_named() -> None:
+    """Where each rank's line search sees its own loss, the error says what the closure must return."""
+    with pytest.raises(ModelError, match=r"LBFGS chooses its steps by the loss .* return distwrap\.mean\(loss\)"):
+        run_ranks(fitted, 2, False)
 
 
 def test_an_optimizer_of_a_copy_is_refused() -> None:
