@@ -49,22 +49,9 @@ class Script:
             self._places: dict[cst.CSTNode, slice] = {}  # in that list, of each node with those within it
             self._list(self.tree)
         except cst.ParserSyntaxError as error:
-<<<<<<< HEAD
             raise ConversionError(f"{name}, line {error.raw_line}: libcst cannot read this: {error.message}") from error
         except RecursionError as error:
             raise ConversionError(_nested(name)) from error
-=======
-            line, reason = _first_error(text) or (error.raw_line, error.message)
-            where = name if line is None else f"{name}, line {line}"  # None for null bytes
-            raise ConversionError(f"{where}: Python 3 cannot read this: {reason}") from error
-        self.tree = wrapper.module
-        self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
-        self._parents: Any = wrapper.resolve(ParentNodeProvider)
-        self._names: Any = wrapper.resolve(QualifiedNameProvider)
-        self._nodes: list[cst.CSTNode] = []  # in the order of the text: a node, then those within it
-        self._places: dict[cst.CSTNode, slice] = {}  # range of each node and those within it in that list
-        self._list(self.tree)
->>>>>>> b
 
     @cached_property
     def newline(self) -> str:
@@ -234,13 +221,8 @@ class Script:
         return {node.value for node in self.find(cst.Name) if not self.is_label(node)}
 
 
-<<<<<<< HEAD
 def _refuse_unreadable(text: str, name: str) -> None:
     """Raise an error for a script that Python cannot read; libcst ends the process for some of them."""
-=======
-def _first_error(text: str) -> tuple[int | None, str] | None:
-    """Return the line and message of Python's syntax error, or None if Python finds none."""
->>>>>>> b
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own

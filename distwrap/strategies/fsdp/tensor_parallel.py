@@ -38,11 +38,7 @@ from distwrap.strategies.fsdp.plans import (
 from distwrap.strategies.fsdp.proof import Proof, Twins, add_summed, trial_inputs, trial_numbers
 from distwrap.strategies.fsdp.styles import Running, cut_along, put_together, style_of, summed_of
 
-<<<<<<< HEAD
 silence_redistribution()
-=======
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # warns at each clip
->>>>>>> b
 
 Thing = TypeVar("Thing")
 
