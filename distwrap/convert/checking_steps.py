@@ -8,11 +8,12 @@ import libcst as cst
 
 from distwrap.convert.facts import Loop, ScriptFacts, TrainingLoop
 from distwrap.convert.findings import Notes
+from distwrap.convert.names import LEVELS
 from distwrap.convert.own_data import own_branches, own_names
 from distwrap.convert.rules.closures import note_closures
 from distwrap.convert.rules.losses import WEIGHTS_FIX, is_sum, is_weighted
 from distwrap.convert.script import argument, constant, path_of
-from distwrap.convert.shares import batch_names, is_collective, is_shared, is_size, mentions_ranks, shards_of
+from distwrap.convert.shares import batch_names, carriers, is_collective, is_shared, is_size, mentions_ranks, shards_of
 
 
 def losses(facts: ScriptFacts, notes: Notes) -> None:
@@ -60,8 +61,8 @@ def early_lengths(facts: ScriptFacts, notes: Notes) -> None:
             is_of_path = len(call.args) == 1 and path_of(call.args[0].value) == path
             if not is_of_path or mentions_ranks(script, script.small_statement_of(call)):
                 continue
-            is_early = is_same and script.span(call)[1] <= script.span(statement)[0]
-            if (is_early and not _is_printed(facts, call)) or (not is_same and _is_in_schedule(facts, call)):
+            is_early = is_same and script.span(call)[1] <= script.span(statement)[0] and _is_used(facts, call)
+            if is_early or (not is_same and _is_in_schedule(facts, call)):
                 notes.add(
                     script.line(call), "early-length", f"{script.code(call)} is the number of batches of one process; "
                     "the sharded loader has as many times less as there are ranks",
@@ -69,16 +70,32 @@ def early_lengths(facts: ScriptFacts, notes: Notes) -> None:
                 )  # fmt: skip
 
 
-def _is_printed(facts: ScriptFacts, call: cst.Call) -> bool:
-    script, statement = facts.script, facts.script.small_statement_of(call)
-    return (
-        isinstance(statement, (cst.Expr, cst.Assert))
-        and not _is_in_schedule(facts, call)
-        and not any(
-            isinstance(each, cst.Call) and each is not call and facts.values.functions.get(path_of(each.func) or "")
-            for each in script.ancestors(call)
-        )
+def _is_used(facts: ScriptFacts, call: cst.Call) -> bool:
+    """Return whether a length, or what is computed of it, is used for more than output."""
+    script, function = facts.script, facts.script.function_of(call)
+    statement = script.small_statement_of(call)
+    if not isinstance(statement, cst.Assign) or _is_in_schedule(facts, call):
+        return not _only_shows(facts, call)
+    given = {path for each in statement.targets if (path := path_of(each.target)) is not None}
+    held = carriers(facts, function, given)
+    return any(
+        node.value in held
+        and script.span(node)[0] > script.span(statement)[1]
+        and not isinstance(script.parent(node), cst.AssignTarget)
+        and not script.is_label(node)
+        and not _only_shows(facts, node)
+        for node in script.find(cst.Name, function)
     )
+
+
+def _only_shows(facts: ScriptFacts, node: cst.CSTNode) -> bool:
+    """Return whether a node is in a statement that shows or tests something."""
+    statement = facts.script.small_statement_of(node)
+    shown = statement.value if isinstance(statement, cst.Expr) else None
+    name = path_of(shown.func) if isinstance(shown, cst.Call) else None
+    is_output = name == "print" or (name or "").split(".")[-1] in LEVELS
+    is_text = any(isinstance(each, cst.FormattedString) for each in facts.script.ancestors(node))
+    return isinstance(statement, cst.Assert) or is_output or is_text
 
 
 def _is_in_schedule(facts: ScriptFacts, call: cst.Call) -> bool:

@@ -111,7 +111,7 @@ FOUND = {
         "criterion = torch.nn.MSELoss(reduction='sum')" + summed("distwrap.backward(criterion(net(x), y))"),
     ],
     "early-length": [
-        SCHEDULED.format(before="steps = 3 * len(loader)", options="", after=""),
+        SCHEDULED.format(before="steps = 3 * len(loader)", options="", after="s = warm_up(o, steps)"),
         SCHEDULED.format(
             before="s = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=len(loader))", options="", after=""
         ),
@@ -185,6 +185,7 @@ RIGHT = [
     SCHEDULED.format(before="", options="", after="steps = 3 * len(loader)"),
     SCHEDULED.format(before="steps = 3 * len(loader)", options=", batch_size='global'", after=""),
     SCHEDULED.format(before="print(len(loader))", options="", after=""),
+    SCHEDULED.format(before="n = len(loader)\ntext = f'{n} batches'", options="", after="print(text)"),
     CLOSURE.format(name="LBFGS", loss="mean(loss)"),
     CLOSURE.format(name="SGD", loss="loss"),
     guarded("if agree(not loss.isnan(), 'all'):"),
