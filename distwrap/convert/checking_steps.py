@@ -109,8 +109,11 @@ def _is_in_schedule(facts: ScriptFacts, call: cst.Call) -> bool:
 
 
 def closures(facts: ScriptFacts, notes: Notes) -> None:
-    """Note closures whose loss of one rank decides a step."""
+    """Note closures whose loss, of a batch of one rank's share, decides a step."""
+    shared = [each.loop for each in facts.training_loops if is_shared(facts, each.loop)]
     for call, why in note_closures(facts):
+        if not any(facts.script.inside(call, loop) for loop in shared):
+            continue
         notes.add(facts.script.line(call), "closure", why, "return mean(loss) in the closure, the mean over the ranks")
 
 

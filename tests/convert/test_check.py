@@ -188,6 +188,7 @@ RIGHT = [
     SCHEDULED.format(before="n = len(loader)\ntext = f'{n} batches'", options="", after="print(text)"),
     CLOSURE.format(name="LBFGS", loss="mean(loss)"),
     CLOSURE.format(name="SGD", loss="loss"),
+    CLOSURE.format(name="LBFGS", loss="loss").replace("shard_loader(DataLoader(d))", "range(9)"),
     guarded("if agree(not loss.isnan(), 'all'):"),
     guarded("if x.shape[0] > 1:"),
     "for name in names:\n    optimizer = torch.optim.SGD(net.parameters())\n    if name != 'b':\n"
