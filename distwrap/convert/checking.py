@@ -6,11 +6,20 @@ from collections.abc import Callable
 
 import libcst as cst
 
+from distwrap.convert.checking_passes import own_shares, repeated_samples, whole_sums
+from distwrap.convert.checking_steps import branches, closures, early_lengths, losses
 from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.names import AUGMENTING, COLLECTIVES, DATA_PARALLEL, INIT, SAMPLER, SEEDS, WRAPPER
-from distwrap.convert.own_data import own_branches
-from distwrap.convert.script import Function, Script, argument, constant, is_about_rank, path_of
+from distwrap.convert.script import Script, argument, constant, is_about_rank, path_of
+from distwrap.convert.shares import (
+    is_called_in_a_collective,
+    is_collective,
+    is_given_to_a_collective,
+    is_in_a_collective,
+    is_sharded_for,
+    is_shared,
+)
 from distwrap.convert.values import root_of
 
 _DISTWRAP = "distwrap."
@@ -175,13 +184,13 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
         loop = next((each for each in script.ancestors(added) if isinstance(each, cst.For)), None)
         if path is None or loop is None or not any(script.method_calls("item", added.value)):
             continue
-        if not _is_shared(facts, loop):
+        if not is_shared(facts, loop):
             continue
         scope: cst.CSTNode = function or script.tree
-        shared = _is_given_to_a_collective(script, path, scope)
+        shared = is_given_to_a_collective(script, path, scope)
         parts = [each for name in script.find(cst.Name, added.value) for each in facts.values.bound(name)]
-        shared = shared or any(_is_collective(script, each.unpacked or each.value) for each in parts)
-        shared = shared or _is_called_in_a_collective(facts, function)
+        shared = shared or any(is_collective(script, each.unpacked or each.value) for each in parts)
+        shared = shared or is_called_in_a_collective(facts, function)
         end = script.span(loop)[1]
         reads = [node for node in script.find(cst.Name, scope) if node.value == path and script.span(node)[0] > end]
         if reads and not shared:
@@ -198,51 +207,16 @@ def _own_sums_in_one_expression(facts: ScriptFacts, notes: Notes) -> None:
         summed = call.args[0].value if call.args else None
         if not isinstance(summed, (cst.GeneratorExp, cst.ListComp)) or not any(script.method_calls("item", summed.elt)):
             continue
-        if not _is_shared(facts, summed.for_in) or _is_in_a_collective(script, call):
+        if not is_shared(facts, summed.for_in) or is_in_a_collective(script, call):
             continue
         function, made = script.function_of(call), script.assignment_of(call)
         path = None if made is None else path_of(made.targets[0].target)
-        shared = path is not None and _is_given_to_a_collective(script, path, function or script.tree)
-        if not shared and not _is_called_in_a_collective(facts, function):
+        shared = path is not None and is_given_to_a_collective(script, path, function or script.tree)
+        if not shared and not is_called_in_a_collective(facts, function):
             notes.add(
                 script.line(call), "own-sum", "this sum is of this rank's share alone",
                 'reduce(sum(…), op="sum"), or mean(sum(…) / count, count)',
             )  # fmt: skip
-
-
-def _is_given_to_a_collective(script: Script, path: str, scope: cst.CSTNode) -> bool:
-    return any(
-        script.names(call.func) & COLLECTIVES
-        and any(name.value == path for arg in call.args for name in script.find(cst.Name, arg))
-        for call in script.find(cst.Call, scope)
-    )
-
-
-def _is_called_in_a_collective(facts: ScriptFacts, function: Function | None) -> bool:
-    calls = facts.values.callers(function) if function is not None else []
-    return any(_is_in_a_collective(facts.script, call) for call in calls)
-
-
-def _is_in_a_collective(script: Script, node: cst.CSTNode) -> bool:
-    return any(_is_collective(script, each) for each in script.ancestors(node))
-
-
-def _is_collective(script: Script, node: cst.CSTNode | None) -> bool:
-    return isinstance(node, cst.Call) and bool(script.names(node.func) & COLLECTIVES)
-
-
-def _is_shared(facts: ScriptFacts, loop: cst.For | cst.CompFor) -> bool:
-    """Return whether a loop iterates over this rank's share of a loader."""
-    script = facts.script
-    for source in facts.values.sources(facts.iterated(loop), returned=True):
-        if source is None:
-            continue
-        if script.is_a(source, "distwrap.shard_loader"):
-            return True
-        sampler = argument(source, "sampler") if isinstance(source, cst.Call) else None
-        if sampler is not None and any(script.is_a(each, *SAMPLER) for each in facts.values.sources(sampler)):
-            return True
-    return False
 
 
 def _sampler_and_shuffle(facts: ScriptFacts, notes: Notes) -> None:
@@ -258,26 +232,19 @@ def _unshared_training(facts: ScriptFacts, notes: Notes) -> None:
     script = facts.script
     for each in facts.training_loops:
         for source in facts.values.sources(facts.iterated(each.loop), returned=True):
-            if source is not None and source in facts.loaders:
-                plain = not any(argument(source, name) for name in ("sampler", "batch_sampler"))  # type: ignore[arg-type]
-                if plain and not isinstance(script.parent(source), cst.Arg):
-                    notes.add(
-                        script.line(source), "not-sharded", "every rank trains on all of this data, and does the work "
-                        "of one process", "shard_loader(DataLoader(...))",
-                    )  # fmt: skip
-
-
-def _branches(facts: ScriptFacts, notes: Notes) -> None:
-    for leave, test in own_branches(facts.script, facts):
-        what = "skips a batch" if isinstance(leave, cst.Continue) else "leaves the loop"
-        if "agree" not in facts.script.code(test.test):
-            notes.add(
-                facts.script.line(test), "branch", f"a rank that {what} by its own data lets the others wait",
-                f'if agree({facts.script.code(test.test)}, "any"):',
-            )  # fmt: skip
+            if not isinstance(source, cst.Call) or source not in facts.loaders:
+                continue
+            plain = not any(argument(source, name) for name in ("sampler", "batch_sampler"))
+            plain = plain and not is_sharded_for(facts, each.loop, source)
+            if plain and not isinstance(script.parent(source), cst.Arg):
+                notes.add(
+                    script.line(source), "not-sharded", "every rank trains on all of this data, and does the work "
+                    "of one process", "shard_loader(DataLoader(...))",
+                )  # fmt: skip
 
 
 RULES: tuple[Rule, ...] = (
     _set_epoch, _module, _collective_on_one_rank, _save_by_all, _seeds, _own_sums, _own_sums_in_one_expression,
-    _sampler_and_shuffle, _unshared_training, _branches,
+    _sampler_and_shuffle, _unshared_training, branches, own_shares, repeated_samples, whole_sums, losses,
+    early_lengths, closures,
 )  # fmt: skip

@@ -14,6 +14,8 @@ DATA_PARALLEL = (
 INIT = ("torch.distributed.init_process_group",)
 SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
 PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process", "multiprocessing.context.Process")
+# Functions that return another value on each rank.
+RANKS = ("distwrap.rank", "distwrap.is_rank_zero", "torch.distributed.get_rank")
 COLLECTIVES = {
     *(f"distwrap.{name}" for name in ("gather", "gather_object", "reduce", "mean", "broadcast", "barrier", "agree")),
     "distwrap.assert_in_sync", "distwrap.sync_buffers",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.facts import Loop, ScriptFacts
-from distwrap.convert.names import CLOCKS_AND_DRAWS
+from distwrap.convert.names import CLOCKS_AND_DRAWS, COLLECTIVES, RANKS
 from distwrap.convert.script import Script, path_of
+from distwrap.convert.values import Binding
 
 
 def own_names(script: Script, facts: ScriptFacts, loop: Loop) -> set[str]:
@@ -26,8 +27,14 @@ def own_names(script: Script, facts: ScriptFacts, loop: Loop) -> set[str]:
         for (scope, name), bindings in facts.values.bindings.items()
         if scope is function and name != index
         for each in bindings
-        if script.inside(each.target, loop) and not _counts(each.statement)
+        if script.inside(each.target, loop) and not _counts(each.statement) and not _is_alike(script, each)
     }
+
+
+def _is_alike(script: Script, binding: Binding) -> bool:
+    """Return whether a value comes from a collective, so that all ranks have the same."""
+    made = binding.value or binding.unpacked
+    return made is not None and any(script.names(call.func) & COLLECTIVES for call in script.find(cst.Call, made))
 
 
 def _counts(statement: cst.CSTNode) -> bool:
@@ -36,9 +43,11 @@ def _counts(statement: cst.CSTNode) -> bool:
 
 
 def is_of_own(script: Script, test: cst.CSTNode, own: set[str]) -> bool:
-    """Return whether a test depends on a batch, the clock or a random number."""
+    """Return whether a test depends on a batch, the clock, a random number or the rank."""
     return bool({node.value for node in script.find(cst.Name, test)} & own) or any(
-        name.startswith(CLOCKS_AND_DRAWS) for call in script.find(cst.Call, test) for name in script.names(call.func)
+        name.startswith(CLOCKS_AND_DRAWS) or name in RANKS
+        for call in script.find(cst.Call, test)
+        for name in script.names(call.func)
     )
 
 

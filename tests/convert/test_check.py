@@ -18,12 +18,107 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, random_split
 from torchvision import transforms
-from distwrap import agree, distributed, gather, is_rank_zero, reduce, shard_loader, wrap_model
+import distwrap
+import torch.nn.functional as F
+from distwrap import agree, distributed, gather, is_rank_zero, mean, reduce, scale_loss, shard_loader, wrap_model
 
 dist.init_process_group()
 """
 
+DATA = "data = torch.utils.data.TensorDataset(x)\n"
+TRAINING = """
+optimizer = torch.optim.SGD(net.parameters())
+for x, y in shard_loader(DataLoader(d), {options}):
+    {line}
+    optimizer.step()
+"""
+STATISTICS = """
+net = wrap_model(torch.nn.Linear(1, 1))
+loader = shard_loader(DataLoader(d))
+{line}
+optimizer = torch.optim.SGD(net.parameters())
+for x in loader:
+    net({used}).backward()
+    optimizer.step()
+"""
+EVALUATION = """
+def evaluate(loader):
+    hits = 0
+    for x, y in loader:
+        hits += (net(x) == y).sum().item()
+    return {result}
+evaluate({loader})
+"""
+SCHEDULED = """
+loader = DataLoader(data)
+{before}
+loader = shard_loader(loader{options})
+{after}
+optimizer = torch.optim.SGD(net.parameters())
+for x in loader:
+    net(x).backward()
+    optimizer.step()
+"""
+CLOSURE = """
+optimizer = torch.optim.{name}(net.parameters())
+for x in shard_loader(DataLoader(d)):
+    def closure():
+        loss = net(x)
+        loss.backward()
+        return {loss}
+    optimizer.step(closure)
+"""
+
+
+def summed(line: str, options: str = 'batch_size="global"') -> str:
+    return TRAINING.format(line=line, options=options)
+
+
+def guarded(line: str) -> str:
+    return summed(f"loss = net(x)\n    {line}\n        loss.backward()")
+
+
 FOUND = {
+    "own-share": [
+        STATISTICS.format(line="xs = torch.cat([x for x in loader])\nmu = xs.mean(0)", used="x - mu"),
+        STATISTICS.format(line="xs = list(loader)\nmu = torch.cat(xs).mean(0)", used="x - mu"),
+        STATISTICS.format(line="s = 0\nfor x in loader:\n    s += x.sum(0)\nmu = s / len(d)", used="x - mu"),
+        STATISTICS.format(
+            line="xs = []\nfor x in loader:\n    xs.append(x)\nmu = torch.cat(xs).mean(0)", used="x - mu"
+        ),
+        "def f(loader):\n    xs = torch.cat([x for x in loader])\n    return xs.mean(0)\n"
+        + STATISTICS.format(line="mu = f(loader)", used="x - mu"),
+    ],
+    "repeated": [
+        EVALUATION.format(
+            result="reduce(hits, op='sum') / len(loader.dataset)", loader=f"shard_loader(DataLoader(d, {each}))"
+        )
+        for each in ("shuffle=True", "8, True")
+    ]
+    + [
+        "loader = shard_loader(DataLoader(d, shuffle=True))\nt = 0\nfor x in loader:\n    t += x.item()\n"
+        "t = reduce(t, op='sum')\nt /= len(d)\nprint(t)"
+    ],
+    "whole-sum": [
+        DATA + EVALUATION.format(result="reduce(hits, op='sum') / len(data)", loader="DataLoader(data)"),
+        DATA + "xs = []\nfor x in DataLoader(data):\n    xs.append(net(x))\nxs = gather(torch.cat(xs))",
+    ],
+    "sum": [
+        summed("F.mse_loss(net(x), y, reduction='sum').backward()"),
+        summed("loss = ((net(x) - y) ** 2).sum()\n    loss.backward()"),
+        summed("F.cross_entropy(net(x), y, weight=w).backward()"),
+        "criterion = torch.nn.CrossEntropyLoss(weight=w)" + summed("loss = criterion(net(x), y)\n    loss.backward()"),
+        "criterion = torch.nn.MSELoss(reduction='sum')" + summed("distwrap.backward(criterion(net(x), y))"),
+    ],
+    "early-length": [
+        SCHEDULED.format(before="steps = 3 * len(loader)", options="", after="s = warm_up(o, steps)"),
+        SCHEDULED.format(
+            before="s = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=len(loader))", options="", after=""
+        ),
+        "raw = DataLoader(data)\nloader = shard_loader(raw)\n"
+        "s = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=len(raw))",
+    ],
+    "closure": [CLOSURE.format(name="LBFGS", loss="loss")],
     "set-epoch": ["sampler = DistributedSampler(data)", "DataLoader(data, sampler=DistributedSampler(data))"],
     "module": [
         "model = DDP(net)\nmodel.module.state_dict()",
@@ -52,12 +147,53 @@ FOUND = {
         "    optimizer.step()"
     ],
     "branch": [
+        guarded("if not loss.isnan():"),
+        summed("if distwrap.rank() == 1: continue\n    net(x).backward()"),
         "optimizer = torch.optim.SGD(net.parameters())\nfor x in shard_loader(DataLoader(d)):\n    loss = net(x)\n"
-        "    if loss.isnan():\n        continue\n    loss.backward()\n    optimizer.step()"
+        "    if loss.isnan():\n        continue\n    loss.backward()\n    optimizer.step()",
     ],
 }
 
 RIGHT = [
+    STATISTICS.format(line="xs = gather(torch.cat([x for x in loader]))\nmu = xs.mean(0)", used="x - mu"),
+    STATISTICS.format(line="mu = mean(torch.cat([x for x in loader]).mean(0))", used="x - mu"),
+    STATISTICS.format(line="xs = torch.cat([x for x in loader])\nmu = reduce(xs.sum(0), op='sum') / 9", used="x - mu"),
+    STATISTICS.format(line="s = 0\nfor x in loader:\n    s += x.sum(0)\ns = reduce(s, op='sum')", used="x - s"),
+    STATISTICS.format(line="xs = [x for x in loader]\nprint(xs[0].shape, len(xs))", used="x"),
+    STATISTICS.format(line="n = sum(len(x) for x in loader)\nprint(n)", used="x / n"),
+    STATISTICS.format(line="first = next(iter(loader))", used="x - first.mean()"),
+    STATISTICS.format(line="for x in loader:\n    print(x.shape)\n    break", used="x"),
+    STATISTICS.format(line="mu = torch.cat([x for x in DataLoader(d)]).mean(0)", used="x - mu"),
+    EVALUATION.format(
+        result="reduce(hits, op='sum') / len(loader.dataset)",
+        loader="shard_loader(DataLoader(d, shuffle=True), mode='exact')",
+    ),
+    EVALUATION.format(result="reduce(hits, op='sum') / len(loader.dataset)", loader="shard_loader(DataLoader(d))"),
+    DATA + EVALUATION.format(result="hits / len(data)", loader="DataLoader(data)"),
+    DATA
+    + EVALUATION.format(result="reduce(hits, op='sum') / len(data) / distwrap.world_size()", loader="DataLoader(data)"),
+    DATA + EVALUATION.format(result="mean(hits / len(data))", loader="DataLoader(data)"),
+    EVALUATION.format(result="reduce(hits, op='sum') / 9", loader="DataLoader(Own(distwrap.rank()))"),
+    DATA + "t = n = 0\nfor x in DataLoader(data):\n    t += x.item()\n    n += len(x)\n"
+    "t, n = reduce([t, n], op='sum')\nprint(t / n)",
+    summed("F.mse_loss(net(x), y, reduction='sum').backward()", "mode='pad'"),
+    summed("(F.mse_loss(net(x), y, reduction='sum') * distwrap.world_size()).backward()"),
+    summed("scale_loss(F.cross_entropy(net(x), y, reduction='sum', weight=w), w[y].sum()).backward()"),
+    summed("F.cross_entropy(net(x), y).backward()"),
+    summed("loss = F.mse_loss(net(x), y, reduction='sum') / len(x)\n    loss.backward()"),
+    summed("loss = F.mse_loss(net(x), y) + 0.1 * (net.weight ** 2).sum()\n    loss.backward()"),
+    SCHEDULED.format(before="", options="", after="steps = 3 * len(loader)"),
+    SCHEDULED.format(before="steps = 3 * len(loader)", options=", batch_size='global'", after=""),
+    SCHEDULED.format(before="print(len(loader))", options="", after=""),
+    SCHEDULED.format(before="n = len(loader)\ntext = f'{n} batches'", options="", after="print(text)"),
+    CLOSURE.format(name="LBFGS", loss="mean(loss)"),
+    CLOSURE.format(name="SGD", loss="loss"),
+    CLOSURE.format(name="LBFGS", loss="loss").replace("shard_loader(DataLoader(d))", "range(9)"),
+    guarded("if agree(not loss.isnan(), 'all'):"),
+    guarded("if x.shape[0] > 1:"),
+    "for name in names:\n    optimizer = torch.optim.SGD(net.parameters())\n    if name != 'b':\n"
+    "        net(x).backward()\n    optimizer.step()",
+    summed("loss = net(x)\n    every = mean(loss.detach())\n    if every.isnan(): continue\n    loss.backward()"),
     "sampler = DistributedSampler(data)\nsampler.set_epoch(3)",
     "sampler = DistributedSampler(data, shuffle=False)",
     "net.module.state_dict()",

@@ -9,7 +9,7 @@ import libcst as cst
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import TrainingLoop
 from distwrap.convert.rules.metrics import read_loop
-from distwrap.convert.script import keyword_of, path_of
+from distwrap.convert.script import path_of
 
 
 def share_own_batches(conversion: Conversion) -> None:
@@ -134,38 +134,3 @@ def _transposed(node: cst.BaseExpression) -> cst.BaseExpression | None:
         case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value="transpose")), args=[_, _]):
             return value
     return None
-
-
-def note_sums(conversion: Conversion) -> None:
-    """Note losses that are sums over a batch divided among N ranks: their gradients become N times smaller."""
-    script = conversion.script
-    for each in conversion.facts.training_loops:
-        if not conversion.global_batch and each.loop not in conversion.split_batches:
-            continue
-        for call, attribute in script.method_calls("backward", each.body):
-            sources = list(conversion.facts.values.sources(attribute.value, returned=True))
-            if any(source is not None and _has_sum(conversion, source) for source in sources):
-                conversion.left(
-                    call, "sum", "the loss is a sum over a rank's part of the batch, and gradients are averaged over "
-                    "the ranks, so they are as many times less as there are ranks",
-                    f"({script.code(attribute.value)} * world_size()).backward()",
-                )  # fmt: skip
-
-
-def _has_sum(conversion: Conversion, node: cst.BaseExpression, depth: int = 3) -> bool:
-    """Return whether a loss is a sum over its batch, or contains such a sum."""
-    script = conversion.script
-    if isinstance(node, cst.BinaryOperation):
-        parts = [
-            one for side in (node.left, node.right) for one in conversion.facts.values.sources(side, returned=True)
-        ]
-        return depth > 0 and any(each is not None and _has_sum(conversion, each, depth - 1) for each in parts)
-    if not isinstance(node, cst.Call):
-        return False
-    reductions = [arg.value for arg in node.args if keyword_of(arg) == "reduction"]
-    is_method = isinstance(node.func, cst.Attribute) and node.func.attr.value == "sum"
-    return (
-        any(script.code(each).strip("\"'") == "sum" for each in reductions)
-        or (is_method and not node.args)
-        or (script.is_a(node, "torch.sum") and len(node.args) == 1)
-    )

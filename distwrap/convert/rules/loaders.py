@@ -6,7 +6,16 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import BARS, CPU_SEEDS, DRAWS_OF_DATA, SEED_FUNCTIONS
-from distwrap.convert.rules.metrics import Reading, add_up_sums, note_lengths, read_loop
+from distwrap.convert.rules.metrics import Reading, read_loop
+from distwrap.convert.rules.readers import (
+    Reader,
+    add_up_readings,
+    give_own_loaders,
+    note_handed_on,
+    note_readers,
+    readers_of,
+)
+from distwrap.convert.rules.sums import note_lengths
 from distwrap.convert.script import argument, path_of
 
 
@@ -20,15 +29,17 @@ def shard_loaders(conversion: Conversion) -> None:
         for loop in facts.loops_over(loader)
     }
     sharded = _sharded(conversion, training, readings)
+    kept: set[cst.For] = set()
+    exact: set[cst.For] = set()
     for loader in facts.loaders:
         if loader in sharded:
-            _shard(conversion, loader, is_training=loader in training)
+            readers = readers_of(conversion, loader, readings) if loader in training else []
+            _shard(conversion, loader, readers, is_training=loader in training)
+            kept |= {each.loop for each in readers if each.is_served and each.loop and each.share == "whole"}
+            exact |= {each.loop for each in readers if each.is_served and each.loop and each.share == "exact"}
         elif loader not in facts.training_loaders:
             _leave(conversion, loader, readings)
-    for loop, reading in readings.items():
-        sources = facts.loader_of(facts.iterated(loop))
-        if any(each in sharded for each in sources if each is not None):
-            add_up_sums(conversion, reading, all_shared=all(each in sharded for each in sources))
+    add_up_readings(conversion, readings, sharded, kept, exact)
     note_lengths(conversion, readings.values())
     for each in facts.training_loops:
         is_fed = each.loop in conversion.own_batches or any(facts.loader_of(facts.iterated(each.loop)))
@@ -84,8 +95,13 @@ def _other_use(conversion: Conversion, loader: cst.Call) -> bool:
     return False
 
 
-def _shard(conversion: Conversion, loader: cst.Call, *, is_training: bool) -> None:
-    conversion.wrap(loader, "shard_loader", ', batch_size="global"' if conversion.global_batch else "")
+def _shard(conversion: Conversion, loader: cst.Call, readers: list[Reader], *, is_training: bool) -> None:
+    options = ', batch_size="global"' if conversion.global_batch else ""
+    if not readers or not give_own_loaders(conversion, loader, readers, options):
+        conversion.wrap(loader, "shard_loader", options)
+        note_readers(conversion, readers)
+    if is_training:
+        note_handed_on(conversion, loader)
     if not is_training:
         why = "each rank evaluates its share, each sample once, and the sums are added up over the ranks"
     elif conversion.global_batch:

@@ -6,13 +6,15 @@ import libcst as cst
 
 from distwrap.convert.conversion import BY_HAND, Conversion
 from distwrap.convert.rules.accumulation import accumulate_in_windows
-from distwrap.convert.rules.batches import note_sums, share_own_batches
+from distwrap.convert.rules.batches import share_own_batches
 from distwrap.convert.rules.branches import agree_on_branches
+from distwrap.convert.rules.closures import average_closures
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.draws import draw_apart
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.loaders import shard_loaders
+from distwrap.convert.rules.losses import note_losses
 from distwrap.convert.rules.models import constructions, models_of, wrap_models
 from distwrap.convert.rules.output import show_once
 from distwrap.convert.rules.precision import use_precision
@@ -46,7 +48,8 @@ def convert_plain(conversion: Conversion) -> bool:
     share_own_batches(conversion)
     draw_apart(conversion)
     shard_loaders(conversion)
-    note_sums(conversion)
+    note_losses(conversion)
+    average_closures(conversion)
     use_precision(conversion)
     accumulate_in_windows(conversion)
     use_own_device(conversion)

@@ -1,0 +1,155 @@
+"""Find what makes a step on several ranks another one than in one process: its loss, its schedule, its closure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from distwrap.convert.facts import Loop, ScriptFacts, TrainingLoop
+from distwrap.convert.findings import Notes
+from distwrap.convert.names import LEVELS
+from distwrap.convert.own_data import own_branches, own_names
+from distwrap.convert.rules.closures import note_closures
+from distwrap.convert.rules.losses import WEIGHTS_FIX, is_sum, is_weighted
+from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.shares import batch_names, carriers, is_collective, is_shared, is_size, mentions_ranks, shards_of
+
+
+def losses(facts: ScriptFacts, notes: Notes) -> None:
+    """Note losses that are no mean over the samples, where the ranks divide each batch."""
+    script = facts.script
+    for training in facts.training_loops:
+        shards = shards_of(facts, training.loop)
+        if not shards or not all(constant(argument(each, "batch_size")) == "global" for each in shards):
+            continue
+        for call, loss in backward_calls(facts, training):
+            made = list(facts.values.sources(loss, returned=True))
+            names = batch_names(facts, training.loop)
+            if made and all(each is not None and is_sum(facts, each, names) for each in made):
+                notes.add(
+                    script.line(call), "sum", "the loss is a sum over a rank's part of the batch, and gradients are "
+                    "averaged over the ranks, so they are as many times less as there are ranks",
+                    f"({script.code(loss)} * world_size()).backward()",
+                )  # fmt: skip
+            elif made and all(each is not None and is_weighted(facts, each) for each in made):
+                notes.add(
+                    script.line(call), "sum", "with class weights the mean is over the weights in a rank's part of "
+                    "the batch, and the ranks' parts have other sums of weights", WEIGHTS_FIX,
+                )  # fmt: skip
+
+
+def backward_calls(facts: ScriptFacts, training: TrainingLoop) -> Iterator[tuple[cst.Call, cst.BaseExpression]]:
+    """Yield the calls that compute gradients in a training loop, each with the loss."""
+    for call, attribute in facts.script.method_calls("backward", training.body):
+        yield call, attribute.value
+    for call in facts.script.calls("distwrap.backward", within=training.body):
+        if call.args:
+            yield call, call.args[0].value
+
+
+def early_lengths(facts: ScriptFacts, notes: Notes) -> None:
+    """Note lengths of a loader that are taken before it is sharded, where it has more batches."""
+    script = facts.script
+    for shard in script.calls("distwrap.shard_loader"):
+        statement, given = script.assignment_of(shard), argument(shard, "loader", 0)
+        path = path_of(given)
+        if statement is None or path is None or constant(argument(shard, "batch_size")) == "global":
+            continue
+        is_same = path_of(statement.targets[0].target) == path
+        for call in script.calls("builtins.len", within=script.function_of(shard)):
+            is_of_path = len(call.args) == 1 and path_of(call.args[0].value) == path
+            if not is_of_path or mentions_ranks(script, script.small_statement_of(call)):
+                continue
+            is_early = is_same and script.span(call)[1] <= script.span(statement)[0] and _is_used(facts, call)
+            if is_early or (not is_same and _is_in_schedule(facts, call)):
+                notes.add(
+                    script.line(call), "early-length", f"{script.code(call)} is the number of batches of one process; "
+                    "the sharded loader has as many times less as there are ranks",
+                    f"len(...) of what shard_loader({path}) returns, after that line",
+                )  # fmt: skip
+
+
+def _is_used(facts: ScriptFacts, call: cst.Call) -> bool:
+    """Return whether a length, or what is computed of it, is used for more than output."""
+    script, function = facts.script, facts.script.function_of(call)
+    statement = script.small_statement_of(call)
+    if not isinstance(statement, cst.Assign) or _is_in_schedule(facts, call):
+        return not _only_shows(facts, call)
+    given = {path for each in statement.targets if (path := path_of(each.target)) is not None}
+    held = carriers(facts, function, given)
+    return any(
+        node.value in held
+        and script.span(node)[0] > script.span(statement)[1]
+        and not isinstance(script.parent(node), cst.AssignTarget)
+        and not script.is_label(node)
+        and not _only_shows(facts, node)
+        for node in script.find(cst.Name, function)
+    )
+
+
+def _only_shows(facts: ScriptFacts, node: cst.CSTNode) -> bool:
+    """Return whether a node is in a statement that shows or tests something."""
+    statement = facts.script.small_statement_of(node)
+    shown = statement.value if isinstance(statement, cst.Expr) else None
+    name = path_of(shown.func) if isinstance(shown, cst.Call) else None
+    is_output = name == "print" or (name or "").split(".")[-1] in LEVELS
+    is_text = any(isinstance(each, cst.FormattedString) for each in facts.script.ancestors(node))
+    return isinstance(statement, cst.Assert) or is_output or is_text
+
+
+def _is_in_schedule(facts: ScriptFacts, call: cst.Call) -> bool:
+    """Return whether a length is given to a learning rate scheduler."""
+    script = facts.script
+    return any(
+        any("lr_scheduler" in name or name.endswith(("LR", "_schedule", "_schedule_with_warmup")) for name in names)
+        for each in script.ancestors(call)
+        if isinstance(each, cst.Call) and (names := script.names(each.func))
+    )
+
+
+def closures(facts: ScriptFacts, notes: Notes) -> None:
+    """Note closures whose loss, of a batch of one rank's share, decides a step."""
+    shared = [each.loop for each in facts.training_loops if is_shared(facts, each.loop)]
+    for call, why in note_closures(facts):
+        if not any(facts.script.inside(call, loop) for loop in shared):
+            continue
+        notes.add(facts.script.line(call), "closure", why, "return mean(loss) in the closure, the mean over the ranks")
+
+
+def branches(facts: ScriptFacts, notes: Notes) -> None:
+    """Note branches of a training loop that skip a batch, a gradient or the rest by a rank's own data."""
+    script, others = facts.script, "lets the others wait, or averages its gradients with those of their next batch"
+    for leave, test in own_branches(script, facts):
+        what = "skips a batch" if isinstance(leave, cst.Continue) else "leaves the loop"
+        if not _is_exchanged(facts, test.test):
+            notes.add(
+                script.line(test), "branch", f"a rank that {what} by its own data {others}",
+                f'if agree({script.code(test.test)}, "any"):',
+            )  # fmt: skip
+    for training in facts.training_loops:
+        for call, _ in backward_calls(facts, training) if is_shared(facts, training.loop) else ():
+            above = (each for each in script.ancestors(call) if isinstance(each, (cst.If, cst.For, cst.While)))
+            guard = next(above, None)
+            if isinstance(guard, cst.If) and _is_of_batch(facts, guard, training.loop):
+                notes.add(
+                    script.line(guard), "branch", f"a rank that skips a backward by its own data {others}",
+                    f'if agree({script.code(guard.test)}, "all"):',
+                )  # fmt: skip
+
+
+def _is_of_batch(facts: ScriptFacts, guard: cst.If, loop: Loop) -> bool:
+    """Return whether an ``if`` without an ``else`` tests what its loop computes of a batch, more than its size."""
+    script = facts.script
+    own = batch_names(facts, loop) & own_names(script, facts, loop)
+    tested = [
+        each
+        for each in script.find(cst.Name, guard.test)
+        if each.value in own and not any(is_size(facts, above) for above in script.ancestors(each))
+    ]
+    is_alone = isinstance(script.parent(guard), cst.IndentedBlock) and guard.orelse is None
+    return is_alone and bool(tested) and script.inside(guard, loop) and not _is_exchanged(facts, guard.test)
+
+
+def _is_exchanged(facts: ScriptFacts, test: cst.CSTNode) -> bool:
+    return any(is_collective(facts.script, call) for call in facts.script.find(cst.Call, test))

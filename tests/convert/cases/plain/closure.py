@@ -1,0 +1,28 @@
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def main():
+    torch.manual_seed(0)
+    x = torch.randn(32, 3, dtype=torch.float64)
+    y = (x[:, :1] * x[:, 1:2]).sin() * 3
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+    losses = []
+    for inputs, targets in DataLoader(TensorDataset(x, y), batch_size=int(os.environ["BATCH"])):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure).item())
+    torch.save({"model": model.state_dict(), "losses": {"all": torch.tensor(losses)}}, os.environ["OUT"])
+
+
+if __name__ == "__main__":
+    main()
