@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from distwrap._internals.torch import import_compiler
-from tests.faults.cells import LIMIT, TIMEOUT, Expected, expected, loop_limit
+from tests.faults.cells import LIMIT, LOOP_LIMIT, TIMEOUT, Expected, expected, loop_limit
 from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,11 +70,12 @@ def run(
         wanted: what the caller has to see; by default as in the fault matrix.
         main: the caller, which is forked; by default that of the fault matrix.
     """
-    for _ in range(2):
-        seen = _run(cell, slack, wanted, main)
-        if NOT_STRUCK not in seen.wrong:
-            return seen
-    return _run(cell, slack, wanted, main)
+    seen, limit = _run(cell, slack, wanted, main), loop_limit()
+    for longer in (3, 9):
+        if NOT_STRUCK in seen.wrong:
+            with patch.dict(os.environ, {LOOP_LIMIT: str(longer * limit)}):  # within which the ranks have to meet too
+                seen = _run(cell, slack, wanted, main)
+    return seen
 
 
 def _run(cell: Any, slack: float, wanted: Expected | None, main: Callable[[Any], None] | None) -> Seen:
