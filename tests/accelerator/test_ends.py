@@ -48,7 +48,7 @@ def work():
         x * 2
 for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
-for _ in range(700):
+for _ in range(200):
     tensor = torch.ones(8, device={accelerator()!r})
     pid = os.fork()
     if pid == 0:
