@@ -172,7 +172,7 @@ from distwrap.group import setup
 if sys.argv[1] == "the first rank dies as it joins" and os.environ["RANK"] == "0":
     setup.agree_on_secret = lambda store, placement: os._exit(7)
 
-@dw.distributed(timeout=8)
+@dw.distributed(timeout=float(os.environ.get("LIMIT", 40)))
 def main(what):
     rank = dw.rank()
     if what == "raise" and rank == 1:
@@ -240,6 +240,7 @@ def test_torchrun_shows_the_cause(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, "raise"],
+        env={**os.environ, "LIMIT": "12"},  # for which the other rank waits
         capture_output=True,
         text=True,
         timeout=LIMIT,
