@@ -1,6 +1,6 @@
 # make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
 # make test: tests of everything, in at most five minutes on two cores.
-# make test-all: all tests, as CI runs them: those marked slow too, in at most 30 minutes on two cores.
+# make test-all: all tests, as CI runs them: those marked slow too, in some 40 minutes on two cores.
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once. ENGINES=deepspeed is one of them.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
@@ -23,6 +23,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # How many tests run at a time; each starts two or three processes of its own. `pytest -n 0` is one after the other.
 JOBS ?= -n logical --maxprocesses 4
+# Threads of a tensor's operation that wait for each other leave the core to the other tests.
+test test-all test-engines: export OMP_WAIT_POLICY ?= PASSIVE
 # More words for pip, for example where a CPU build of torch is to be found.
 PIP_FLAGS ?=
 
