@@ -53,14 +53,15 @@ class Evaluations(RunPart):
         if self._optimizers.steps > steps or frame is None:
             return
         site = place(frame.f_code.co_filename, frame.f_lineno)
-        if repeated and (is_evaluation or self._trains):
+        may_train = now != before  # by hand, without an optimizer
+        if repeated and (is_evaluation or (self._trains and not may_train)):
             say_once(
                 f"evaluated twice {site}",
                 f"the loop at {site} trained nothing, and went over a loader in which {repeated} of the samples come "
                 "twice, so that all ranks have equally many: a sum over all ranks counts them twice. For evaluations "
                 'there is shard_loader(loader, mode="exact").',
             )
-        if now is not None and now == before:
+        if now is not None and not may_train:
             self._ended[site] = _Pass(now, is_evaluation)
 
     def conclude(self) -> None:

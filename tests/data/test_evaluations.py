@@ -112,6 +112,23 @@ def test_statistics_of_one_share_are_told_of(puts_together: bool) -> None:
     assert run_ranks(statistics_before, 2, puts_together)[0] == (not puts_together)
 
 
+def trains_by_hand() -> int:
+    model = dw.wrap_model(nn.Linear(2, 1))
+    for (x,) in dw.shard_loader(DataLoader(DATA, batch_size=3, shuffle=True)):
+        model(x).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-3 * parameter.grad
+                parameter.grad = None
+    current_world().conclude()
+    return sum("evaluated" in key for key in current_world().counts)
+
+
+def test_training_without_an_optimizer_is_left_alone() -> None:
+    """Averages of gradients are exchanges, though no optimizer steps."""
+    assert run_ranks(trains_by_hand, 2) == [0, 0]
+
+
 def looks_at_data() -> int:
     for _ in dw.shard_loader(DataLoader(DATA, batch_size=3)):
         pass
