@@ -11,7 +11,7 @@ from distwrap.convert.findings import Notes
 from distwrap.convert.names import LEVELS
 from distwrap.convert.own_data import own_branches, own_names
 from distwrap.convert.rules.closures import note_closures
-from distwrap.convert.rules.losses import WEIGHTS_FIX, is_sum, is_weighted
+from distwrap.convert.rules.losses import SUM, WEIGHTED, WEIGHTS_FIX, is_sum, is_weighted
 from distwrap.convert.script import argument, constant, path_of
 from distwrap.convert.shares import batch_names, carriers, is_collective, is_shared, is_size, mentions_ranks, shards_of
 
@@ -27,16 +27,9 @@ def losses(facts: ScriptFacts, notes: Notes) -> None:
             made = list(facts.values.sources(loss, returned=True))
             names = batch_names(facts, training.loop)
             if made and all(each is not None and is_sum(facts, each, names) for each in made):
-                notes.add(
-                    script.line(call), "sum", "the loss is a sum over a rank's part of the batch, and gradients are "
-                    "averaged over the ranks, so they are as many times less as there are ranks",
-                    f"({script.code(loss)} * world_size()).backward()",
-                )  # fmt: skip
+                notes.add(script.line(call), "sum", SUM, f"({script.code(loss)} * world_size()).backward()")
             elif made and all(each is not None and is_weighted(facts, each) for each in made):
-                notes.add(
-                    script.line(call), "sum", "with class weights the mean is over the weights in a rank's part of "
-                    "the batch, and the ranks' parts have other sums of weights", WEIGHTS_FIX,
-                )  # fmt: skip
+                notes.add(script.line(call), "sum", WEIGHTED, WEIGHTS_FIX)
 
 
 def backward_calls(facts: ScriptFacts, training: TrainingLoop) -> Iterator[tuple[cst.Call, cst.BaseExpression]]:

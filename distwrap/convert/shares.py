@@ -196,8 +196,7 @@ def is_size(facts: ScriptFacts, node: cst.CSTNode) -> bool:
         return is_size(facts, node.value)
     if isinstance(node, cst.Attribute):
         return node.attr.value in SHAPES
-    is_method = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)
-    if is_method and isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
         return node.func.attr.value in ("size", "numel", "dim")
     return constant(node) is not ... or (isinstance(node, cst.Call) and script.is_a(node, *_SIZES))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from distwrap.data.indices import Mode, end_of_shares
+from distwrap.data.indices import Mode, repeated
 from distwrap.data.sharded import is_torchs
 from distwrap.data.sharding import Sharding
 from distwrap.group.world import World, say_once
@@ -51,7 +51,7 @@ def _repeated(items: int | None, world_size: int) -> str:
     """Return how many items some rank gets a second time, so that all get equally many; empty where none."""
     if items is None:
         return ", a few of them twice where they do not divide evenly"
-    over = end_of_shares(0, items, world_size, "pad") - items
+    over = repeated(items, world_size)
     return f", {over} of them {'twice' if over <= items else 'repeated'}" if over else ""
 
 

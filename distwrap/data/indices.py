@@ -33,6 +33,16 @@ def end_of_shares(start: int, n: int, world_size: int, mode: Mode) -> int:
     return n
 
 
+def repeated(n: int, world_size: int) -> int:
+    """Return how many of `n` items some rank gets a second time in mode pad, so that all get equally many.
+
+    Example:
+        >>> repeated(5, 2), repeated(6, 2)
+        (1, 0)
+    """
+    return end_of_shares(0, n, world_size, "pad") - n
+
+
 def share(items: Iterable[Item], rank: int, world_size: int, mode: Mode, start: int = 0) -> Iterator[Item]:
     """Yield a rank's share of a stream: every `world_size`-th item, after the first `start` ones.
 

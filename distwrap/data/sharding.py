@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from distwrap.data.indices import repeated
 from distwrap.data.position import Position
 from distwrap.data.samplers import Order, Share
 
@@ -68,4 +69,4 @@ class Sharding:
         """The number of samples of an epoch that two ranks have, so that all shares are of one size."""
         if not isinstance(self.sampler, Order) or self.sampler.mode != "pad":
             return 0
-        return -self.sampler.items % self.world_size
+        return repeated(self.sampler.items, self.world_size)

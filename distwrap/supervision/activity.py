@@ -15,6 +15,10 @@ from distwrap.stopwatch import Item, Part, Stopwatch
 _LATEST = 7  # collectives before the last one that are remembered
 
 
+def _no_averages() -> tuple[int, int]:
+    return 0, 0
+
+
 class Activity:
     """Last helper that the user's code called, the place of the call, and the progress of its loader.
 
@@ -39,7 +43,7 @@ class Activity:
         self.site = ""
         self.collectives = self.turns = self.for_itself = 0
         self.latest: dict[int, tuple[str, str]] = {}
-        self.averages: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.averages: Callable[[], tuple[int, int]] = _no_averages
         self._loops: list[weakref.ref[Any]] = []  # that are under way, the innermost last
         self.stopwatch: Stopwatch | None = None
         self.bar: Callable[[], str] = lambda: ""
@@ -57,6 +61,10 @@ class Activity:
         self.record(what)
         self.collectives += 1
         self.latest = {**dict(list(self.latest.items())[-_LATEST:]), self.collectives: (what, self.site)}
+
+    def begin_anew(self) -> None:
+        """Count from zero again all that this rank has begun."""
+        self.averages, self.collectives, self.turns, self.latest = _no_averages, 0, 0, {}
 
     def begun(self) -> tuple[int, int, int, int]:
         """Return what this rank has begun: eras, averages, collectives, turns."""

@@ -55,9 +55,8 @@ class OrderCheck:
         A note of before would say that this rank is ahead where others have begun more since.
         """
         with self._lock:
-            self._activity.collectives = self._activity.turns = 0
-            self._begun = 0, 0, 0, 0
-            self._activity.latest = {}
+            self._activity.begin_anew()
+            self._begun = self._activity.begun()
             self._noted = self._begun, {}
             self._notes.write("begun", self._noted)
 

@@ -15,7 +15,6 @@ from distwrap.errors import CollectiveError, ConformanceError, DriftError, Model
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.optimizers import Optimizers
 from distwrap.seeding import preserved
-from distwrap.supervision.activity import Activity
 from distwrap.testing.behaviours.base import Behaviour
 from distwrap.testing.behaviours.sides import Trial
 from distwrap.wording import named_ranks
@@ -118,7 +117,6 @@ def _begin_anew(world: World, first: Parts) -> None:
         world.close()
         world._parts = dict(first)
         if world.channel is not None:
-            world.part(Activity).averages = lambda: (0, 0)
             world.channel.order.begin_anew()
 
 

@@ -92,6 +92,13 @@ def test_a_rank_for_each_device(devices: int) -> None:
     ]
 
 
+def printed_by(script: str) -> str:
+    """Run a script in a process of its own, and return what it prints."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_a_fork_after_use() -> None:
@@ -103,11 +110,10 @@ def test_a_fork_after_use() -> None:
         "print(main.options(launcher='forkserver')())\n"
         "try:\n    main.options(launcher='fork')()\nexcept dw.errors.ForkError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{accelerator()}:0" in done.stdout
-    assert "has initialised an accelerator" in done.stdout
-    assert "first used at" in done.stdout
+    told = printed_by(script)
+    assert f"{accelerator()}:0" in told
+    assert "has initialised an accelerator" in told
+    assert "first used at" in told
 
 
 @pytest.mark.gpu(2)
@@ -122,10 +128,9 @@ def test_a_fork_after_a_backward_on_the_cpu() -> None:
         "print(main())\n"
         "try:\n    main.options(launcher='fork')()\nexcept dw.errors.ForkError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{accelerator()}:0\n")
-    assert "has computed a backward on a node with accelerators" in done.stdout
+    told = printed_by(script)
+    assert told.startswith(f"{accelerator()}:0\n")
+    assert "has computed a backward on a node with accelerators" in told
 
 
 @pytest.mark.gpu(2, 4)

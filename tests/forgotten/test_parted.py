@@ -300,7 +300,6 @@ def counts_anew() -> bool:
     while any(channel.order._notes.read("begun", rank) is None for rank in range(2)):
         assert time.monotonic() < limit
         time.sleep(0.1)
-    activity.averages = lambda: (0, 0)
     channel.order.begin_anew()
     dist.barrier()
     if dw.rank() == 0:

@@ -6,8 +6,8 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import ScriptFacts
-from distwrap.convert.names import COLLECTIVES
 from distwrap.convert.script import path_of
+from distwrap.convert.shares import has_collective
 
 _WHY = "decides by the closure's loss how far it steps, and how often it calls the closure, so that ranks step apart"
 
@@ -45,13 +45,7 @@ def note_closures(facts: ScriptFacts) -> list[tuple[cst.CSTNode, str]]:
     found: list[tuple[cst.CSTNode, str]] = []
     for call in steps_with_closures(facts):
         function = closure_of(facts, call)
-        bodies = [function, *facts.reached(function)] if function is not None else []
-        averages = any(
-            facts.script.names(inner.func) & COLLECTIVES
-            for body in bodies
-            for inner in facts.script.find(cst.Call, body)
-        )
-        if function is not None and decides_by_loss(facts, call) and not averages:
+        if function is not None and decides_by_loss(facts, call) and not has_collective(facts, function):
             found.append((call, f"{path_of(call.func)} {_WHY}"))
     return found
 

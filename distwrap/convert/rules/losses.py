@@ -9,6 +9,14 @@ from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.script import argument, constant, keyword_of, path_of
 
 _WEIGHTED = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
+SUM = (
+    "the loss is a sum over a rank's part of the batch, and gradients are averaged over the ranks, so they are as many "
+    "times less as there are ranks"
+)
+WEIGHTED = (
+    "with class weights the mean is over the weights in a rank's part of the batch, and the ranks' parts have other "
+    "sums of weights"
+)
 WEIGHTS_FIX = 'scale_loss(loss_sum, weights[targets].sum()).backward(), with reduction="sum" for loss_sum'
 
 
@@ -21,16 +29,9 @@ def note_losses(conversion: Conversion) -> None:
         for call, attribute in script.method_calls("backward", each.body):
             sources = list(facts.values.sources(attribute.value, returned=True))
             if any(source is not None and _has_sum(facts, source) for source in sources):
-                conversion.left(
-                    call, "sum", "the loss is a sum over a rank's part of the batch, and gradients are averaged over "
-                    "the ranks, so they are as many times less as there are ranks",
-                    f"({script.code(attribute.value)} * world_size()).backward()",
-                )  # fmt: skip
+                conversion.left(call, "sum", SUM, f"({script.code(attribute.value)} * world_size()).backward()")
             elif any(source is not None and is_weighted(facts, source) for source in sources):
-                conversion.left(
-                    call, "sum", "with class weights the mean is over the weights in a rank's part of the batch, and "
-                    "the ranks' parts have other sums of weights", WEIGHTS_FIX,
-                )  # fmt: skip
+                conversion.left(call, "sum", WEIGHTED, WEIGHTS_FIX)
 
 
 def _has_sum(facts: ScriptFacts, node: cst.BaseExpression, depth: int = 3) -> bool:
