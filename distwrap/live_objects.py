@@ -40,19 +40,20 @@ def instances(*kinds: type[T]) -> list[T]:
         True
     """
     global _of_caller
-    if _is_frozen():
-        later = _classes() if _is_forked else set()
+    found = gc.get_objects()
+    if _is_frozen(found):
+        later = {id(cls) for cls in _of_kinds(found, type)}
         gc.unfreeze()
+        found = gc.get_objects()
         if _is_forked:
-            _of_caller = _classes() - later
-    return [obj for obj in gc.get_objects() if issubclass(type(obj), kinds)]
+            _of_caller = {id(cls) for cls in _of_kinds(found, type)} - later
+    return _of_kinds(found, *kinds)
 
 
-def _is_frozen() -> bool:
+def _is_frozen(found: list[Any]) -> bool:
     """Return whether the collector leaves objects out that are not the fork server's; to count those takes long."""
-    return gc.get_freeze_count() > 0 if _first is None else not any(obj is _first for obj in gc.get_objects())
+    return gc.get_freeze_count() > 0 if _first is None else not any(obj is _first for obj in found)
 
 
-def _classes() -> set[int]:
-    found: list[Any] = gc.get_objects()
-    return {id(obj) for obj in found if issubclass(type(obj), type)}
+def _of_kinds(objects: list[Any], *kinds: type[T]) -> list[T]:
+    return [obj for obj in objects if issubclass(type(obj), kinds)]

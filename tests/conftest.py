@@ -28,11 +28,9 @@ from distwrap.group import world
 from distwrap.launch import base
 from distwrap.launch.forkserver import warm_server
 from distwrap.versions import TORCH
+from tests import interpreters
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
-from tests.by_hand import ByHand, Starter
-from tests.limits import SOON
-from tests.ports import free_port
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
@@ -57,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
-    """Start once what stays on purpose: the fork server, the pipe of torch's store, multiprocessing's tracker."""
+    """Start once what stays on purpose: interpreters to fork, the pipe of torch's store, multiprocessing's tracker."""
+    interpreters.interpreter()
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
     warm_server()
@@ -65,18 +64,6 @@ def _warm() -> None:
     if multiprocessing.get_start_method() == "forkserver":  # since Python 3.14
         multiprocessing.set_forkserver_preload(["torch"])  # else each worker of a loader imports it
         forkserver.ensure_running()
-
-
-@pytest.fixture(scope="module")
-def by_hand() -> Iterator[ByHand]:
-    """Start ranks with variables alone, as a cluster does, and return each one's exit code and output."""
-    starter = Starter()
-
-    def run(program: Path, *words: str, nprocs: int = 2, started: int | None = None) -> list[tuple[int, str]]:
-        return starter.run(program, *words, port=free_port(), nprocs=nprocs, started=started or nprocs, seconds=SOON)
-
-    yield run
-    starter.close()
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +151,9 @@ def _refusals_skip() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    """End the pytests on pretended devices."""
+    """End the pytests on pretended devices, and the interpreter whose forks are programs."""
     close()
+    interpreters.close()
 
 
 @pytest.hookimpl(tryfirst=True)

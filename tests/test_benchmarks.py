@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.interpreters import run_python
 
 pytestmark = pytest.mark.slow("runs a benchmark")
 
@@ -18,8 +18,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 def run_quick(name: str, folder: Path, seconds: float) -> tuple[str, set[str]]:
     """Return what a quick run prints, and what its figures are called."""
     figures = folder / "figures.json"
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / name), "--quick", "--json", str(figures)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    done = run_python("-W", "error", BENCHMARKS / name, "--quick", "--json", figures, timeout=seconds)
     assert done.returncode == 0, done.stderr
     return done.stdout, {row["what"] for row in json.loads(figures.read_text())["rows"] if row["ours"]["seconds"]}
 
@@ -73,8 +72,7 @@ def test_codecs(tmp_path: Path) -> None:
 
 def test_slow_link(tmp_path: Path) -> None:
     """The benchmark of slow links runs on shaped links, where the machine has them, and says so where not."""
-    command = [sys.executable, str(BENCHMARKS / "slow_link.py"), "--quick", "--only", "bytegrad", "local SGD, 16"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = run_python(BENCHMARKS / "slow_link.py", "--quick", "--only", "bytegrad", "local SGD, 16", timeout=110)
     assert done.returncode == 0, done.stderr
     if "slow_link needs" in done.stdout:
         pytest.skip(done.stdout.strip())
@@ -125,8 +123,8 @@ def test_launch(tmp_path: Path) -> None:
 def test_against_another_checkout(tmp_path: Path) -> None:
     """A benchmark runs on two checkouts in turns, here this one twice, and prints the ratio of every row."""
     figures = tmp_path / "figures.json"
-    command = [sys.executable, str(BENCHMARKS / "codecs.py"), "--quick", "--against", str(BENCHMARKS.parent)]
-    done = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=110)
+    words = ["--quick", "--against", BENCHMARKS.parent, "--json", figures]
+    done = run_python(BENCHMARKS / "codecs.py", *words, timeout=110)
     assert done.returncode == 0, done.stderr
     rows = json.loads(figures.read_text())["rows"]
     assert len(rows) == 8

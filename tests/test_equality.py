@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 import distwrap as dw
 from tests import training
+from tests.interpreters import run_python
 from tests.slow import MORE_RANKS, slow
 from tests.training import Weights
 
@@ -39,16 +38,15 @@ def test_processes_of_ours(launcher: str, nprocs: int, expected: Weights) -> Non
 @pytest.mark.parametrize("nprocs", [2, slow(4, why=MORE_RANKS)])
 def test_script(nprocs: int, expected: Weights, tmp_path: Path) -> None:
     """Ranks that run the script again end with the weights of one process."""
-    command = [sys.executable, "-m", "tests.training", str(tmp_path / "weights.pt")]
-    run(command, DISTWRAP_LAUNCHER="script", DISTWRAP_NPROCS=str(nprocs))
+    run("-m", "tests.training", tmp_path / "weights.pt", DISTWRAP_LAUNCHER="script", DISTWRAP_NPROCS=str(nprocs))
     training.assert_equal_to_reference(dw.load(tmp_path / "weights.pt"), expected)
 
 
 @pytest.mark.parametrize("nprocs", [2, slow(4, why=MORE_RANKS)])
 def test_torchrun(nprocs: int, expected: Weights, tmp_path: Path) -> None:
     """Ranks that torchrun started join instead of launching, and end with the weights of one process."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}"]
-    run([*torchrun, "-m", "tests.training", str(tmp_path / "weights.pt")])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}"]
+    run(*torchrun, "-m", "tests.training", tmp_path / "weights.pt")
     training.assert_equal_to_reference(dw.load(tmp_path / "weights.pt"), expected)
 
 
@@ -64,9 +62,7 @@ def test_retrofit(expected: Weights) -> None:
             torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=tolerance)
 
 
-def run(command: list[str], **env: str) -> str:
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False
-    )
+def run(*words: str | Path, **env: str) -> str:
+    done = run_python(*words, cwd=ROOT, env={**os.environ, **env}, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

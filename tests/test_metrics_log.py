@@ -7,8 +7,6 @@ import json
 import os
 import re
 import sqlite3
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +21,7 @@ from distwrap.errors import CollectiveInRankZeroError, OptionError
 from distwrap.group.world import current_world
 from distwrap.metrics_log import MetricsLog
 from distwrap.testing import run_ranks
+from tests.interpreters import run_python
 from tests.slow import INTERPRETERS
 
 
@@ -325,8 +324,8 @@ def logged(kind: str, folder: Path, reader: str) -> Any:
     env |= {"DISTWRAP_QUIET": "1", "HOME": str(folder), "PYTHONPATH": str(Path(dw.__file__).parents[1])}
     script = folder / "train.py"
     script.write_text(PROGRAM)
-    for command in ([sys.executable, script, kind], [sys.executable, "-c", reader]):
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90, check=False)
+    for words in ([script, kind], ["-c", reader]):
+        done = run_python(*words, cwd=folder, env=env, timeout=90)
         assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -403,8 +402,7 @@ def test_wandb_outside_of_a_run(tmp_path: Path) -> None:
     """The name stands for the run that is active at each call; one that log begins is finished before wandb ends."""
     env = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
     env |= {"PYTHONPATH": str(Path(dw.__file__).parents[1])}
-    command = [sys.executable, "-c", TWO_RUNS]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False)
+    done = run_python("-c", TWO_RUNS, cwd=tmp_path, env=env, timeout=90)
     assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr
     assert len([*tmp_path.glob("wandb/offline-run-*")]) == 3
@@ -443,8 +441,7 @@ dw.log({"x": 1}, to="stdout")
 @pytest.mark.slow(INTERPRETERS)
 def test_without_the_packages() -> None:
     """A logger whose package is not installed is named with the line that installs it; the others need none."""
-    command = [sys.executable, "-c", WITHOUT_LOGGERS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = run_python("-c", WITHOUT_LOGGERS, timeout=60, check=True)
     packages = ("tensorboard", "wandb", "mlflow-skinny")
     assert done.stdout.splitlines() == [
         *(

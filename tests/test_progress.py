@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +9,7 @@ from tqdm.auto import tqdm
 
 import distwrap as dw
 from distwrap.testing import run_ranks
+from tests.interpreters import run_python
 from tests.slow import INTERPRETERS
 
 
@@ -69,9 +68,7 @@ assert list(dw.progress("ab", disable=True, leave=False)) == ["a", "b"]
 @pytest.mark.slow(INTERPRETERS)
 def test_without_tqdm_it_is_a_line_of_text() -> None:
     """Where tqdm is not installed, a line says how many there were, with the total where that is known."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", WITHOUT_TQDM], capture_output=True, text=True, timeout=60, check=False
-    )
+    result = run_python("-W", "error", "-c", WITHOUT_TQDM, timeout=60)
     assert result.returncode == 0, result.stderr
     first, second = result.stderr.splitlines()
     assert first.startswith("epoch 1: 3 of 3, ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from distwrap.errors import PlacementError
 from distwrap.standard_input import NoInput
+from tests.interpreters import run_python
 from tests.limits import SOON
 from tests.slow import INTERPRETERS, slow
 from tests.test_debugging import Terminal
@@ -64,10 +64,7 @@ def test_a_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pipe_is_read_by_rank_zero(launcher: str, tmp_path: Path) -> None:
     """What is piped into a program comes to rank 0 whole."""
     (tmp_path / "program.py").write_text(PIPED)
-    command = [sys.executable, "program.py", launcher]
-    done = subprocess.run(
-        command, cwd=tmp_path, input="one\ntwo\n", capture_output=True, text=True, timeout=SOON, check=False
-    )
+    done = run_python("program.py", launcher, cwd=tmp_path, input="one\ntwo\n", timeout=SOON)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
@@ -89,10 +86,7 @@ def test_the_top_of_a_script_that_runs_again(tmp_path: Path) -> None:
     """A rank that runs the script again takes nothing of the input there, which is rank 0's."""
     top = "import sys, distwrap as dw\nprint('read', input(), flush=True)\n"
     (tmp_path / "program.py").write_text(top + "dw.distributed(nprocs=2, launcher='script')(lambda: None)()\n")
-    command = [sys.executable, "program.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, input="a\nb\n", capture_output=True, text=True, timeout=SOON, check=False
-    )
+    done = run_python("program.py", cwd=tmp_path, input="a\nb\n", timeout=SOON)
     assert done.returncode == 1
     assert done.stdout == "read a\n"
     assert "rank 1 has no standard input" in done.stderr

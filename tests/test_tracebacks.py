@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
 import traceback
@@ -19,6 +18,7 @@ import distwrap as dw
 from distwrap.errors import ModelError, OptionError
 from distwrap.testing import run_ranks
 from distwrap.tracebacks import as_text, fold, left_out
+from tests.interpreters import run_python
 
 ROOT = Path(__file__).parent.parent
 OURS = str(ROOT / "distwrap" / "launch" / "worker.py")
@@ -305,14 +305,8 @@ def test_option():
 
 def run(*command: str, folder: Path, **env: str) -> str:
     """Return what a Python command that fails has printed."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+    done = run_python(
+        *command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}, timeout=LIMIT
     )
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout + done.stderr

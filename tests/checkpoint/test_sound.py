@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from distwrap.cli import main
 from distwrap.errors import CheckpointError, CollectiveTimeoutError, WorkerTimeoutError
 from distwrap.group.world import activate, current_world, deactivate
 from distwrap.testing import run_ranks
+from tests.interpreters import run_python
 from tests.limits import SOON
 
 # Which ranks save
@@ -324,13 +323,7 @@ print("trained")
 def test_a_failure_in_the_background_ends_a_program_without_the_decorator(tmp_path: Path, where: str) -> None:
     """Nobody waits for the last one there, so the program ends with an error."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py", where, tmp_path / "a.pt"],
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        check=False,
-    )
+    done = run_python(tmp_path / "program.py", where, tmp_path / "a.pt", timeout=SOON)
     assert done.returncode == 1
     assert done.stdout == "trained\n"
     assert "No space left on device" in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from distwrap.cli import main
 from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import convert
 from distwrap.convert.script import Script
+from tests.interpreters import run_python
 
 CASE = Path(__file__).parent / "cases" / "plain" / "main_function.py"
 AFTER = CASE.with_suffix(".after.py").read_text()
@@ -211,12 +210,9 @@ def test_it_starts_its_own_ranks(tmp_path: Path) -> None:
     out = {}
     for script, ranks, batch in ((CASE, 1, 8), (CASE.with_suffix(".after.py"), 2, 4)):
         out[ranks] = tmp_path / f"{ranks}.pt"
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            capture_output=True,
-            text=True,
+        done = run_python(
+            str(script),
             timeout=100,
-            check=False,
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -247,12 +243,12 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_without_libcst(command: str) -> None:
     """distwrap and its command line need no libcst, and these commands say how to install it."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, command, str(CASE)],
-        capture_output=True,
-        text=True,
+    done = run_python(
+        "-c",
+        WITHOUT,
+        command,
+        str(CASE),
         timeout=100,
-        check=False,
         cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )

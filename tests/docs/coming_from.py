@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.docs.pages import DOCS, ROOT, blocks_of
+from tests.docs.pages import DOCS, ROOT, RUN_BY_PYTHON, blocks_of
+from tests.interpreters import run_python
 from tests.ports import free_port
 
 PAGES = DOCS / "coming_from"
@@ -65,12 +67,20 @@ def trained_by(
 
 def _ended(words: str, folder: Path, environment: dict[str, str], seconds: float) -> tuple[bool, str]:
     """Run a command; return whether it has ended well, and what it has printed."""
+    env = {**os.environ, **environment}
+    first, *rest = shlex.split(words)
+    if first in RUN_BY_PYTHON:
+        try:
+            done = run_python(*RUN_BY_PYTHON[first][1:], *rest, cwd=folder, env=env, timeout=seconds)
+        except subprocess.TimeoutExpired as late:
+            return False, f"{late.stdout}{late.stderr}\nIt did not end in {seconds:g} s."
+        return done.returncode == 0, done.stdout + done.stderr
     told = folder / "printed.txt"
     with told.open("w") as printed:
         process = subprocess.Popen(
             ["sh", "-c", words],
             cwd=folder,
-            env={**os.environ, **environment},
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,

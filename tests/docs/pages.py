@@ -17,18 +17,22 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.interpreters import run_python
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # torch.compile imports what torch itself no longer wants.
 PYTHON = [sys.executable, "-W", "error", "-W", "ignore:`torch.jit:DeprecationWarning"]
+# Commands of a page that need no shell.
+RUN_BY_PYTHON = {"python": [sys.executable], "distwrap": [sys.executable, "-m", "distwrap"]}
 # Languages of blocks that nobody would run.
 NO_CODE = {"", "text", "diff", "mermaid", "pycon"}
 
@@ -112,7 +116,8 @@ def run_page(text: str, folder: Path, seconds: float = 100) -> str:
             programs[-1] += f"\n\n{block.text}"
         elif block.language == "sh" and block.mark != "not run":
             printed += _run_programs(programs, folder, seconds)
-            printed += _run(["sh", "-eu", "-c", block.text], folder, seconds)
+            for command in _commands(block.text):
+                printed += _run(command, folder, seconds)
     return printed + _run_programs(programs, folder, seconds)
 
 
@@ -132,6 +137,14 @@ def _run_programs(programs: list[str], folder: Path, seconds: float) -> str:
         printed += _run([*PYTHON, str(path)], folder, seconds)
     programs.clear()
     return printed
+
+
+def _commands(text: str) -> list[list[str]]:
+    """Return commands that a shell would run one after the other, or all as one of a shell where it has more to do."""
+    lines = [words for line in text.replace("\\\n", "").splitlines() if (words := shlex.split(line, comments=True))]
+    if set(text) & set("|&;<>$`*=(") or any(words[0] not in RUN_BY_PYTHON for words in lines):
+        return [["sh", "-eu", "-c", text]]
+    return [[*RUN_BY_PYTHON[words[0]], *words[1:]] for words in lines]
 
 
 def _run(command: list[str], folder: Path, seconds: float) -> str:
@@ -155,15 +168,19 @@ def run_command(command: list[str], folder: Path, seconds: float = 100, **env: s
         seconds: its limit.
         **env: variables beside those of this process.
     """
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", **env},  # two ranks' lines come out whole
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    env = {**os.environ, "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", **env}  # two ranks' lines come out whole
+    if command[0] == sys.executable:
+        done = run_python(*command[1:], cwd=folder, env=env, timeout=seconds)
+    else:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

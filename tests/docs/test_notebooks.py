@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.docs.pages import DOCS, ROOT
+from tests.interpreters import run_python
 
 FOLDER = ROOT / "examples" / "notebooks"
 NOTEBOOKS = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.ipynb"))}
@@ -60,8 +59,7 @@ def test_the_notebook_runs(name: str, tmp_path: Path) -> None:
     # ipykernel leaves the descriptors alone where it believes to be in one of its own tests.
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "DISTWRAP_TRACEBACK": ""}
-    command = [sys.executable, "-c", RUN, str(FOLDER / f"{name}.ipynb")]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = run_python("-c", RUN, FOLDER / f"{name}.ipynb", cwd=tmp_path, env=env, timeout=280)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout.splitlines()[-1])
     saved = [cell.get("outputs", []) for cell in NOTEBOOKS[name]["cells"]]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,23 +11,24 @@ import pytest
 
 import distwrap as dw
 from distwrap.testing import run_ranks
-from tests.by_hand import ByHand
+from tests.by_hand import by_hand
+from tests.interpreters import run_python
 from tests.limits import SOON
 from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
 
 
-def outputs_of(by_hand: ByHand, code: str, folder: Path, nprocs: int = 2, started: int | None = None) -> list[str]:
+def outputs_of(code: str, folder: Path, nprocs: int = 2, started: int | None = None) -> list[str]:
     """Start ranks with torchrun's variables set by hand, without an agent that holds the store; return their output."""
     program = folder / "rank.py"
     program.write_text("import os, torch, torch.distributed as dist, distwrap as dw\n" + code)
     return [output for _, output in by_hand(program, nprocs=nprocs, started=started)]
 
 
-def all_end_well(by_hand: ByHand, code: str, folder: Path) -> None:
+def all_end_well(code: str, folder: Path) -> None:
     """Two ranks of torchrun's variables come to the end of a program whose last line says so."""
-    outputs = outputs_of(by_hand, code + "print('done')\n", folder)
+    outputs = outputs_of(code + "print('done')\n", folder)
     assert all(output.rstrip().endswith("done") for output in outputs), outputs
 
 
@@ -44,10 +43,9 @@ def test_a_single_process_is_left_as_it_is() -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_with_torchruns_variables(tmp_path: Path, by_hand: ByHand) -> None:
+def test_with_torchruns_variables(tmp_path: Path) -> None:
     """Ranks join, a second call is a no-op, rank queries hold before, during and after, and a second group works."""
     outputs = outputs_of(
-        by_hand,
         "assert dw.rank() == int(os.environ['RANK']) and dw.world_size() == 2\n"
         "for n in range(2):\n"
         "    with dw.setup_process_group(timeout=30) as group:\n"
@@ -66,10 +64,9 @@ def test_with_torchruns_variables(tmp_path: Path, by_hand: ByHand) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_the_store_of_the_group_before(tmp_path: Path, by_hand: ByHand) -> None:
+def test_the_store_of_the_group_before(tmp_path: Path) -> None:
     """A rank that is early for the next group waits where rank 0 still closes the store of the one before."""
     all_end_well(
-        by_hand,
         "import time\n"
         "from distwrap.group import setup\n"
         "say_goodbye = setup.say_goodbye\n"
@@ -81,10 +78,9 @@ def test_the_store_of_the_group_before(tmp_path: Path, by_hand: ByHand) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_a_model_of_the_group_before(tmp_path: Path, by_hand: ByHand) -> None:
+def test_a_model_of_the_group_before(tmp_path: Path) -> None:
     """What torch has made around a model holds the store: the next group found the port taken by this very process."""
     all_end_well(
-        by_hand,
         "import torch\n"
         "for n in range(3):\n"
         "    with dw.setup_process_group(timeout=20): model = dw.wrap_model(torch.nn.Linear(1, 1))\n",
@@ -93,10 +89,9 @@ def test_a_model_of_the_group_before(tmp_path: Path, by_hand: ByHand) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_a_group_of_the_users_is_left_alone(tmp_path: Path, by_hand: ByHand) -> None:
+def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
     """Where the user has made a group, helpers and decorated functions use it, and it outlives them."""
     outputs = outputs_of(
-        by_hand,
         "dist.init_process_group('gloo')\n"
         "with dw.setup_process_group(): print(dw.placement().source, dw.reduce(dw.rank(), 'sum'))\n"
         "print(dw.distributed(nprocs=5)(lambda: dw.gather(dw.rank()).tolist())())\n"
@@ -108,10 +103,10 @@ def test_a_group_of_the_users_is_left_alone(tmp_path: Path, by_hand: ByHand) -> 
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_missing_ranks_are_named(tmp_path: Path, by_hand: ByHand) -> None:
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
     """When a rank does not come, those that wait say which one, in time."""
     start = time.monotonic()
-    outputs = outputs_of(by_hand, "dw.setup_process_group(timeout=4)\n", tmp_path, nprocs=3, started=2)
+    outputs = outputs_of("dw.setup_process_group(timeout=4)\n", tmp_path, nprocs=3, started=2)
     assert time.monotonic() - start < SOON
     assert all("ArrivalError" in output for output in outputs), outputs
     assert all("2 of 3 ranks are here; missing: rank 2" in output for output in outputs), outputs
@@ -122,15 +117,7 @@ def test_a_helper_before_the_group_is_refused(tmp_path: Path) -> None:
     """A collective before setup_process_group says what to call."""
     (tmp_path / "early.py").write_text("import distwrap as dw\ndw.barrier()\n")
     env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run(
-        [sys.executable, "early.py"],
-        cwd=tmp_path,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = run_python("early.py", cwd=tmp_path, env={**os.environ, **env}, timeout=LIMIT)
     assert "barrier needs the process group, and rank 0 of 2 (started by torchrun) has none yet" in done.stderr
     assert "call setup_process_group() first" in done.stderr
 
@@ -177,8 +164,6 @@ def test_plain_torch_works_in_a_rank(launcher: str, tmp_path: Path) -> None:
         "    return x.item()\n"
         "if __name__ == '__main__': print('got', main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "plain.py", launcher], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = run_python("plain.py", launcher, cwd=tmp_path, timeout=LIMIT)
     assert done.stdout == "got 2.0\n", done.stderr
     assert done.stderr == ""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.interpreters import run_python
 from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
@@ -100,14 +99,12 @@ def _says_nothing(folder: Path, text: str, *options: str, arguments: Sequence[st
     """Run a program with these options of the interpreter; it ends well, and standard error stays empty."""
     program = folder / "program.py"
     program.write_text(text)
-    done = subprocess.run(
-        [sys.executable, *options, program, *arguments],
+    done = run_python(
+        *options,
+        program,
+        *arguments,
         cwd=folder,
         env={**os.environ, "DISTWRAP_QUIET": "1", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=LIMIT,
-        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

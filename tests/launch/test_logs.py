@@ -14,6 +14,7 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import OptionError, WorkerDiedError
+from tests.interpreters import run_python
 from tests.limits import SOON
 from tests.slow import INTERPRETERS, slow
 
@@ -95,7 +96,7 @@ if __name__ == "__main__":
 def test_in_one_process(tmp_path: Path) -> None:
     """A call in the caller's own process has its files too, however it ends."""
     (tmp_path / "program.py").write_text(ONE)
-    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    done = run_python("program.py", cwd=tmp_path, timeout=LIMIT)
     assert done.returncode == 3
     assert (tmp_path / "logs" / "rank_0.stdout.log").read_text() == "rank 0\n"
     assert (tmp_path / "logs" / "rank_0.stderr.log").read_text() == "natively\n"
@@ -212,9 +213,7 @@ if __name__ == "__main__":
 def test_script(tmp_path: Path) -> None:
     """Under the script launcher rank 0 is the caller: what it prints during the calls is in its file."""
     (tmp_path / "program.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True
-    )
+    done = run_python("program.py", cwd=tmp_path, timeout=LIMIT, check=True)
     assert (tmp_path / "logs" / "rank_0.stdout.log").read_text() == "rank 0 call 1\nrank 0 call 2\n"
     assert (tmp_path / "logs" / "rank_1.stdout.log").read_text() == "before\nrank 1 call 1\nrank 1 call 2\n"
     ours = [line for line in done.stdout.splitlines() if "rank 1" not in line]

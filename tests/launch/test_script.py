@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from distwrap.launch.command_line import again
+from tests.interpreters import run_python
 from tests.limits import SOON
 from tests.slow import INTERPRETERS, slow
 
@@ -34,9 +35,7 @@ def test_command_line(argv: list[str], file: str | None, in_module: bool, expect
 
 def run(arguments: list[str], folder: Path, code: int | None = 0) -> str:
     """Run python and return all it printed; fail after a limit, or with another exit code."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = run_python(*arguments, cwd=folder, timeout=LIMIT)
     output = done.stdout + done.stderr
     assert code is None or done.returncode == code, output
     return output

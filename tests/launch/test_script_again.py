@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.interpreters import run_python
 from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
@@ -57,15 +57,7 @@ if __name__ == "__main__":
 
 
 def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    return run_python(*arguments, cwd=folder, env={**os.environ, **env}, timeout=LIMIT)
 
 
 @pytest.mark.parametrize(

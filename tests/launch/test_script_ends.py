@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distwrap.launch.script_rank_zero import RankZero, _AnotherFailed
+from tests.interpreters import run_python
 from tests.limits import SOON
 from tests.slow import INTERPRETERS, slow
 
@@ -264,7 +265,7 @@ def test_a_rank_that_leaves_early(how: str, tmp_path: Path) -> None:
         "    dw.barrier()\n"
         "dw.distributed(nprocs=2, launcher='script')(main)()\n"
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    done = run_python(program, timeout=LIMIT)
     assert done.returncode == 1
     assert re.search("CollectiveError: rank 0 on .* waited in a collective for rank 1, which had left", done.stderr)
 
@@ -280,7 +281,7 @@ def test_a_signal_of_another_program_is_no_failure(tmp_path: Path) -> None:
         "    return dw.reduce(1, 'sum')\n"
         "print(dw.distributed(nprocs=2, launcher='script')(main)())\n"
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    done = run_python(program, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
@@ -313,7 +314,7 @@ def test_an_interruption_that_python_ignores(tmp_path: Path) -> None:
     program = tmp_path / "swallows.py"
     program.write_text(SWALLOWS)
     start = time.monotonic()
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    done = run_python(program, timeout=LIMIT)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: the first cause"), done.stderr
     assert time.monotonic() - start < SOON
@@ -345,7 +346,7 @@ def test_an_interruption_as_the_function_ends(tmp_path: Path) -> None:
     """The news of another's failure may come when rank 0 is just about to leave the function: it comes once."""
     program = tmp_path / "late.py"
     program.write_text(LATE)
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    done = run_python(program, timeout=LIMIT)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: the first cause"), done.stderr
 
@@ -371,6 +372,6 @@ def test_a_rank_is_killed_between_calls(tmp_path: Path) -> None:
     """A parked rank that is gone is named by the next call."""
     program = tmp_path / "killed.py"
     program.write_text(KILLED)
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    done = run_python(program, timeout=LIMIT)
     assert done.returncode == 1
     assert re.search("WorkerDiedError: rank 1 on .* killed by SIGKILL", done.stderr), done.stderr

@@ -15,6 +15,7 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.launch import forkserver
+from tests.interpreters import run_python
 from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parents[2]
@@ -140,9 +141,7 @@ def test_no_main_guard_is_needed(launcher: str, tmp_path: Path) -> None:
         except Mine as error: print("caught", error)
         """)
     )
-    done = subprocess.run(
-        [sys.executable, "bare.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("bare.py", cwd=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["top", "got True 0.5", "caught none"]
 
@@ -194,9 +193,7 @@ if __name__ == "__main__":
 def test_settings_are_the_callers(launcher: str, named: bool, tmp_path: Path) -> None:
     """Settings of torch, logging and Python made at the top level hold on the ranks, with cloudpickle and without."""
     (tmp_path / "settings.py").write_text((HIDE if named else "") + SETTINGS)
-    done = subprocess.run(
-        [sys.executable, "settings.py", launcher], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("settings.py", launcher, cwd=tmp_path, timeout=60)
     lines = done.stdout.splitlines()
     assert lines[-1:] == [
         "got " + json.dumps([["torch.float64", "meta", 1, "high", True, False, False, True, 4321]] * 2)
@@ -230,9 +227,7 @@ def test_a_module_of_a_package_by_name(tmp_path: Path) -> None:
         "    got, name = main()\n"
         "    print('got', type(got) is Config, name)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "package.train"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("-m", "package.train", cwd=tmp_path, timeout=60)
     assert done.stdout == "got True package\n", done.stderr
 
 
@@ -248,9 +243,7 @@ def test_by_name(launcher: str, guard: bool, tmp_path: Path) -> None:
         f"@dw.distributed(nprocs=2, launcher='{launcher}')\n"
         "def main(config): return config\n" + call + "\n"
     )
-    done = subprocess.run(
-        [sys.executable, "named.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("named.py", cwd=tmp_path, timeout=60)
     if guard:
         assert done.stdout == "got 0.5\n", done.stderr
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ from distwrap import distributed
 from distwrap.errors import SerializationError, WorkerError
 from distwrap.launch.pickling import dumps, loads
 from distwrap.launch.transport import find_unpicklable
+from tests.interpreters import run_python
 
 LOCK = threading.Lock()
 LAUNCHERS = ["fork", "forkserver"]
@@ -275,7 +275,7 @@ def test_without_cloudpickle_a_nested_function_is_refused(tmp_path: Path) -> Non
         "    nested()\n"
         "if __name__ == '__main__': outer()\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    done = run_python(script, timeout=60)
     assert "SerializationError" in done.stderr
     assert "nested() (nested.py:6) cannot be sent" in done.stderr
     assert "pip install 'distwrap[notebook]'" in done.stderr

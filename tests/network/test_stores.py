@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from distwrap.environments import Placement
 from distwrap.errors import ArrivalError
 from distwrap.network import stores
 from tests.clusters.running import environment
+from tests.interpreters import run_python
 from tests.limits import SOON
 
 
@@ -103,9 +102,7 @@ def test_a_stranger_that_never_answers() -> None:
         "    import os; os._exit(0)\n"
     )
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-c", program, env=environment(), timeout=60)
     assert "a program listens at 127.0.0.1 port" in done.stdout
     assert "it is not rank 0 of this run" in done.stdout
     assert time.monotonic() - start < SOON

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from distwrap import DDPStrategy, Placement, rank
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import Layout, World, current_world
 from distwrap.options import Options
+from tests.interpreters import run_python
 from tests.strategies.by_hand import ByHand
 
 EXAMPLES = 24
@@ -210,11 +209,13 @@ def test_shards_of_a_strategy_are_no_strangers_to_the_first_step() -> None:
 def test_a_strategy_of_the_script_itself_goes_to_fresh_processes(tmp_path: Path) -> None:
     """A strategy whose class is in the script, or in a notebook, reaches ranks that have not imported the script."""
     example = Path(__file__).parents[2] / "examples" / "custom_strategy.py"
-    ended = subprocess.run(
-        [sys.executable, example, "--steps", "5", "--out", tmp_path / "out"],
+    ended = run_python(
+        example,
+        "--steps",
+        "5",
+        "--out",
+        tmp_path / "out",
         env={**os.environ, "DISTWRAP_LAUNCHER": "forkserver"},
-        capture_output=True,
-        text=True,
         timeout=100,
     )
     assert ended.returncode == 0, ended.stderr

@@ -33,6 +33,7 @@ from distwrap.name_table import Registry
 from distwrap.options import Options
 from distwrap.strategies import Wrapping
 from distwrap.testing import run_ranks
+from tests.interpreters import run_python
 from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parents[2]
@@ -302,13 +303,8 @@ def test_a_package_adds_its_own_without_our_knowing(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(POINTS)
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    done = run_python(
+        str(tmp_path / "program.py"), env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == "of their_package of their_package ReplicaModel"

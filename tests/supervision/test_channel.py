@@ -20,7 +20,7 @@ from distwrap import distributed
 from distwrap.errors import CollectiveError, CollectiveTimeoutError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
-from tests.by_hand import ByHand
+from tests.by_hand import by_hand
 from tests.limits import SOON
 from tests.slow import INTERPRETERS
 
@@ -213,7 +213,7 @@ if __name__ == "__main__":
         ("zero dies at work", 0, 7, "rank 1 waits for the work of rank 0, but rank 0 on .* is gone"),
     ],
 )
-def test_without_a_launcher(what: str, fails: int, code: int, words: str, tmp_path: Path, by_hand: ByHand) -> None:
+def test_without_a_launcher(what: str, fails: int, code: int, words: str, tmp_path: Path) -> None:
     """The news of a failure travel between ranks that nobody watches, and the others leave with the first cause."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -226,7 +226,7 @@ def test_without_a_launcher(what: str, fails: int, code: int, words: str, tmp_pa
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_an_exit_in_order_is_no_failure(tmp_path: Path, by_hand: ByHand) -> None:
+def test_an_exit_in_order_is_no_failure(tmp_path: Path) -> None:
     """`sys.exit(0)` on all ranks ends them all with 0."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -264,7 +264,7 @@ dw.setup_process_group(timeout=4)
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_who_is_missing(tmp_path: Path, by_hand: ByHand) -> None:
+def test_who_is_missing(tmp_path: Path) -> None:
     """Those who are here say who is not, first in a notice and in the end in an error."""
     program = tmp_path / "program.py"
     program.write_text(MISSING)
@@ -301,7 +301,7 @@ except dw.errors.ArrivalError:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_versions_that_differ(tmp_path: Path, by_hand: ByHand) -> None:
+def test_versions_that_differ(tmp_path: Path) -> None:
     """A rank with another version than rank 0 is refused at the start, naming both."""
     program = tmp_path / "program.py"
     program.write_text(VERSIONS)
@@ -310,7 +310,7 @@ def test_versions_that_differ(tmp_path: Path, by_hand: ByHand) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_scripts_that_differ(tmp_path: Path, by_hand: ByHand) -> None:
+def test_scripts_that_differ(tmp_path: Path) -> None:
     """A rank that runs another script than rank 0 remarks on it."""
     for name in ("first.py", "second.py"):
         (tmp_path / name).write_text("import distwrap as dw\nwith dw.setup_process_group(timeout=20): pass\n")
@@ -348,7 +348,7 @@ else:
 
 @pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize("how", ["with", "plain"])
-def test_without_the_decorator(how: str, tmp_path: Path, by_hand: ByHand) -> None:
+def test_without_the_decorator(how: str, tmp_path: Path) -> None:
     """An exception that nobody catches is told to the others also in a script that sets the group up itself."""
     program = tmp_path / "program.py"
     program.write_text(UNCAUGHT)

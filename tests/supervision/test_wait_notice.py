@@ -25,7 +25,7 @@ from distwrap.supervision.locations import Location
 from distwrap.supervision.wait_notice import notice_of
 from distwrap.supervision.waits import MainThread, Wait
 from distwrap.testing import run_ranks
-from tests.by_hand import ByHand
+from tests.by_hand import by_hand
 from tests.slow import INTERPRETERS
 
 LIMIT = 60.0
@@ -361,7 +361,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_without_a_launcher(tmp_path: Path, by_hand: ByHand) -> None:
+def test_without_a_launcher(tmp_path: Path) -> None:
     """Ranks that share no board, and that nobody of ours has started, tell it too."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -23,6 +23,7 @@ from distwrap.strategies.single import SingleStrategy
 from distwrap.testing import run_ranks
 from distwrap.timing.recorder import Recorder
 from tests.convert.runner import torchrun_variables
+from tests.interpreters import run_python
 from tests.slow import INTERPRETERS, slow
 from tests.timing import loops
 
@@ -219,8 +220,7 @@ def test_the_report_of_a_run(how: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert "rank 0 on " in said
     assert json.loads(path.read_text())["lags"][0]["ranks"] == [0]
     picture = tmp_path / "times.png"
-    again = [sys.executable, "-m", "distwrap", "report", str(path), "--plot", str(picture)]
-    shown = subprocess.run(again, capture_output=True, text=True, timeout=100, check=True).stdout
+    shown = run_python("-m", "distwrap", "report", path, "--plot", picture, timeout=100, check=True).stdout
     assert shown.strip() in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -338,9 +338,8 @@ def test_a_report_that_is_read_too_early() -> None:
 @pytest.mark.slow("measures loops of some seconds")
 def test_a_picture_that_cannot_be_drawn(name: str, words: str, tmp_path: Path) -> None:
     dw.distributed(nprocs=1, report=tmp_path / "times.json")(loops.train)()
-    drawn = [sys.executable, "-m", "distwrap", "report", "times.json", "--plot", name]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(drawn, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=env, check=False)
+    done = run_python("-m", "distwrap", "report", "times.json", "--plot", name, cwd=tmp_path, env=env, timeout=100)
     assert done.returncode == 2
     assert done.stderr.startswith(f"distwrap report: {name} cannot be ")
     assert words in done.stderr

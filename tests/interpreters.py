@@ -1,0 +1,301 @@
+"""Programs, each run as `python program.py` by a fork of one interpreter that has torch imported.
+
+To import torch takes a core a second or more, and tests run a thousand programs. The interpreter runs this file; a fork
+of it becomes the program, up to the interpreter's own end, and imports distwrap itself. It differs from a process of
+its own in what Python, OpenMP and torch read from variables and options when they start: a program that is given such
+of its own gets a process of its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+ROOT = Path(__file__).parents[1]
+
+_LENGTH = struct.Struct("Q")
+_STATUS = struct.Struct("i")
+_READ_AT_START = ("PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "MALLOC_", "CUDA_")
+# Which a fork can do at its own start.
+_FOLLOWED = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+class Interpreter:
+    """The interpreter, which ends with its caller."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                cwd=ROOT,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._read_at_start = _read_at_start(os.environ)
+        self.pid = self._process.pid
+
+    def can_be(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Return whether a fork can become the program: it wants no other start than this interpreter had."""
+        options, what, _ = _parsed(command)
+        return (
+            command[0] == sys.executable
+            and what not in ("", "-")
+            and all(option == "-W" for option, _ in options)
+            and _read_at_start(env) == self._read_at_start
+        )
+
+    def start(self, command: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[IO[Any]]) -> Fork:
+        """Start a fork, given the files that are its standard input, output and error."""
+        asked = json.dumps({"command": list(command), "cwd": cwd, "env": dict(env)}).encode()
+        read, write = os.pipe()
+        try:
+            socket.send_fds(self._control, [_LENGTH.pack(len(asked))], [*(file.fileno() for file in files), write])
+        finally:
+            os.close(write)
+        self._control.sendall(asked)
+        return Fork(read)
+
+    def close(self) -> None:
+        """End the interpreter."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Fork:
+    """A program under way.
+
+    Args:
+        status: a pipe from which its process id comes, and at its end its exit code, negative of a signal.
+    """
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+        (self.pid,) = _STATUS.unpack(os.read(status, _STATUS.size))
+
+    def wait(self, seconds: float) -> int | None:
+        """Return the exit code; ``None`` if the program has not ended, which kills it."""
+        try:
+            ready, _, _ = select.select([self._status], [], [], seconds)
+            if not ready:
+                os.kill(self.pid, signal.SIGKILL)
+            (code,) = _STATUS.unpack(os.read(self._status, _STATUS.size))
+            return int(code) if ready else None
+        finally:
+            os.close(self._status)
+
+
+@functools.cache
+def interpreter() -> Interpreter:
+    """Return the interpreter of this process; the first call starts it, and waits for nothing."""
+    return Interpreter()
+
+
+def close() -> None:
+    """End the interpreter of this process."""
+    if interpreter.cache_info().currsize:
+        interpreter().close()
+        interpreter.cache_clear()
+
+
+def run_python(
+    *words: Any,
+    cwd: Any = None,
+    env: Mapping[str, str] | None = None,
+    input: str | None = None,
+    check: bool = False,
+    timeout: float,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python`` with these words, as `subprocess.run` does with captured output.
+
+    Args:
+        *words: what follows ``python`` on the command line.
+        cwd: where it runs; by default here.
+        env: its variables; by default this process's.
+        input: its standard input; by default that is empty.
+        check: whether an exit code other than 0 is an error.
+        timeout: its limit, in seconds.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended by then.
+        subprocess.CalledProcessError: its exit code is not 0.
+    """
+    command = [sys.executable, *map(str, words)]
+    env = os.environ if env is None else env
+    folder = os.fspath(cwd or os.getcwd())
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        stdin.write((input or "").encode())
+        stdin.seek(0)
+        if interpreter().can_be(command, env):
+            code = interpreter().start(command, folder, env, [stdin, out, err]).wait(timeout)
+        else:
+            code = _own_process(command, folder, env, [stdin, out, err], timeout)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    if code is None:
+        raise subprocess.TimeoutExpired(command, timeout, *texts)
+    done = subprocess.CompletedProcess(command, code, *texts)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _own_process(
+    command: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[IO[Any]], seconds: float
+) -> int | None:
+    stdin, stdout, stderr = files
+    try:
+        return subprocess.run(
+            command, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, timeout=seconds, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in env.items() if key.startswith(_READ_AT_START) and key not in _FOLLOWED}
+
+
+def _parsed(command: Sequence[str]) -> tuple[list[tuple[str, str]], str, list[str]]:
+    """Return the options of a command of Python with their values, what it runs, and that program's words."""
+    words = list(command[1:])
+    options = []
+    while words and words[0].startswith("-") and words[0] not in ("-", "-c", "-m"):
+        word = words.pop(0)
+        options.append((word[:2], word[2:] or words.pop(0)) if word[:2] in ("-W", "-X") else (word, ""))
+    return options, words.pop(0) if words else "", words
+
+
+def _serve(control: socket.socket) -> NoReturn:
+    """Fork a program for each that is asked for, and tell its end, until the caller goes."""
+    programs: dict[int, tuple[int, int]] = {}  # process id and pipe of each, by what says that it has ended
+    while True:
+        for ready in select.select([control.fileno(), *programs], [], [])[0]:
+            if ready != control.fileno():
+                pid, status = programs.pop(ready)
+                os.close(ready)
+                _tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                os.close(status)
+                continue
+            head, fds, _, _ = socket.recv_fds(control, _LENGTH.size, 4)
+            if not head:
+                os._exit(0)
+            asked = json.loads(control.recv(*_LENGTH.unpack(head), socket.MSG_WAITALL))
+            pid = os.fork()
+            if pid == 0:
+                for number, fd in enumerate(fds[:3]):
+                    os.dup2(fd, number)
+                for fd in (*fds, *programs, *(status for _, status in programs.values())):
+                    os.close(fd)
+                control.close()
+                _become(asked["command"], asked["cwd"], asked["env"])
+            programs[os.pidfd_open(pid)] = (pid, fds[3])
+            _tell(fds[3], pid)
+            for fd in fds[:3]:
+                os.close(fd)
+
+
+def _tell(pipe: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the caller waits no more
+        os.write(pipe, _STATUS.pack(number))
+
+
+def _become(command: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
+    """Run a program in place of this one; its end, an exception, is that of the interpreter."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    tempfile.tempdir = None
+    unbuffered = bool(env.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = _output(1, "strict", unbuffered)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _output(2, "backslashreplace", unbuffered)  # type: ignore[misc]
+    sys.orig_argv = command
+    options, what, words = _parsed(command)
+    sys.warnoptions += [value for _, value in options]
+    warnings._processoptions([value for _, value in options])  # type: ignore[attr-defined]
+    first = {"-c": "", "-m": cwd}
+    sys.path[0] = first[what] if what in first else str(Path(what).resolve().parent)
+    sys.path[1:1] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    import numpy
+    import torch
+
+    torch.seed()
+    numpy.random.seed()
+    if "OMP_NUM_THREADS" in env:
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    from distwrap.live_objects import mark_as_served
+
+    mark_as_served()
+    with _told_as_a_program():
+        _run(what, words)
+    sys.exit(0)
+
+
+def _run(what: str, words: list[str]) -> None:
+    """Run a script, the code after ``-c``, or the module after ``-m``."""
+    main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+    main.__builtins__ = builtins  # type: ignore[attr-defined]
+    if what == "-m":
+        sys.argv = words
+        runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]
+    elif what == "-c":
+        sys.argv = ["-c", *words[1:]]
+        exec(compile(words[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = [what, *words]
+        main.__file__ = os.path.abspath(what)
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
+        exec(compile(Path(what).read_text(), main.__file__, "exec"), main.__dict__)
+
+
+@contextlib.contextmanager
+def _told_as_a_program() -> Iterator[None]:
+    """Let an exception be told without the frames of this file."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, contextlib.__file__):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+def _output(number: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
+    raw: Any = io.FileIO(number, "w", closefd=False)
+    binary = raw if unbuffered else io.BufferedWriter(raw)
+    return io.TextIOWrapper(binary, errors=errors, line_buffering=number == 2, write_through=unbuffered)
+
+
+if __name__ == "__main__":
+    importlib.import_module("torch._dynamo")  # torch, with what comes with DDP and with the first optimizer
+    gc.collect()
+    gc.freeze()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
