@@ -21,10 +21,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# How many tests run at a time; each starts two or three processes of its own. `pytest -n 0` is one after the other.
-JOBS ?= -n logical --maxprocesses 4
+# How many tests run at a time: each starts processes of its own, and waits for them, so one more than there are cores.
+# `pytest -n 0` is one after the other.
+JOBS ?= -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 5
 # Threads of a tensor's operation that wait for each other leave the core to the other tests.
 test test-all test-engines: export OMP_WAIT_POLICY ?= PASSIVE
+# Each process would compile the tests anew.
+test test-all test-engines: export PYTHONDONTWRITEBYTECODE =
 # More words for pip, for example where a CPU build of torch is to be found.
 PIP_FLAGS ?=
 

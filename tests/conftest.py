@@ -25,8 +25,7 @@ from hypothesis import settings
 import distwrap
 from distwrap.devices.selection import visible_devices
 from distwrap.group import world
-from distwrap.launch import base
-from distwrap.launch.forkserver import warm_server
+from distwrap.launch import base, forkserver as server
 from distwrap.versions import TORCH
 from tests import interpreters
 from tests.accelerator.build import build, missing
@@ -50,16 +49,19 @@ settings.load_profile("distwrap")
 def pytest_configure(config: pytest.Config) -> None:
     """Write the byte code as pip does, also where PYTHONDONTWRITEBYTECODE is set: a thousand interpreters read it."""
     if not hasattr(config, "workerinput"):
-        compileall.compile_dir(Path(distwrap.__file__).parent, quiet=2)
+        for folder in (Path(distwrap.__file__).parent, Path(__file__).parent):
+            compileall.compile_dir(folder, quiet=2)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
     """Start once what stays on purpose: interpreters to fork, the pipe of torch's store, multiprocessing's tracker."""
     interpreters.interpreter()
+    # What a file of tests imports, each rank would import again.
+    server._SERVER = server._SERVER.replace("prepare()", "prepare(); import hypothesis, pytest")
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
-    warm_server()
+    server.warm_server()
     resource_tracker.ensure_running()  # multiprocessing's, which comes with the first process that is spawned
     if multiprocessing.get_start_method() == "forkserver":  # since Python 3.14
         multiprocessing.set_forkserver_preload(["torch"])  # else each worker of a loader imports it

@@ -122,8 +122,8 @@ CELLS = (
     Cell("pipeline, interleaved", PipelineStrategy(schedule="interleaved"), 2, IN_STAGES, only=AGAIN, slow=SCHEDULES),
     Cell("pipeline on three ranks", "pipeline", 3, IN_STAGES, only=AGAIN, slow=MORE_RANKS),
     Cell("two pipelines", PipelineStrategy(stages=2, schedule="gpipe"), 4, IN_STAGES, only=AGAIN, slow=MORE_RANKS),
-    Cell("auto", "auto", only=AGAIN, slow="ddp's own code, chosen"),
-    Cell("auto in little memory", AutoStrategy(device_memory=1000), 2, DIVIDED, only=AGAIN, slow="fsdp's, chosen"),
+    Cell("auto", "auto", only=tuple(HEART), slow="ddp's own code, chosen"),
+    Cell("auto in little memory", AutoStrategy(device_memory=1000), only=tuple(HEART), slow="fsdp's, chosen"),
     Cell("by hand", Pair(), refuses=FP16),
     Cell("by hand, two pairs", Pair(), 4, FP16, lacks=ONLY_BY_HELPERS, only=AGAIN, slow=MORE_RANKS),
 )

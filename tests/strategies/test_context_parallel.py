@@ -16,7 +16,7 @@ from distwrap.strategies.fsdp import plan_of
 from distwrap.strategies.shards import local
 from tests.slow import slow
 from tests.strategies.blocks import KINDS, LENGTH, LETTERS, WIDTH, GatedMLP, Language, RMSNorm, texts
-from tests.strategies.test_tensor_parallel import SHAPES, accumulated, clipped, distance, share, whole_batch
+from tests.strategies.test_tensor_parallel import distance, share, ways
 
 HEADS, KEYS = 4, 2
 
@@ -154,11 +154,8 @@ NETS: dict[str, Any] = {
 
 def _trained() -> tuple[dict[str, float], str]:
     found = {}
-    for kind, net_of in NETS.items():
-        for name, make, step, alone in (
-            ("sgd, clipped", SHAPES["sgd"], clipped, clipped),
-            ("adamw, accumulated", SHAPES["adamw"], accumulated, whole_batch),
-        ):
+    for number, (kind, net_of) in enumerate(NETS.items()):
+        for name, make, step, alone in ways(number):
             net = net_of().double()
             own = dw.wrap_optimizer(make(net.parameters()), apart=True)
             wanted = [alone(net, own, texts(6)) for _ in range(3)]
