@@ -1,9 +1,8 @@
 """Programs, each run as `python program.py` by a fork of one interpreter that has torch imported.
 
-To import torch takes a core a second or more, and tests run a thousand programs. The interpreter runs this file; a fork
-of it becomes the program, up to the interpreter's own end, and imports distwrap itself. It differs from a process of
-its own in what Python, OpenMP and torch read from variables and options when they start: a program that is given such
-of its own gets a process of its own.
+To import torch takes a core a second or more, and tests run a thousand programs. A fork becomes the program, up to the
+interpreter's own end, and imports distwrap itself. It differs from a process of its own in what Python, OpenMP and
+torch read from options and variables when they start: a program that is given others than the tests have gets one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -47,7 +46,7 @@ class Interpreter:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
                 cwd=ROOT,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -190,8 +189,16 @@ def _parsed(command: Sequence[str]) -> tuple[list[tuple[str, str]], str, list[st
     return options, words.pop(0) if words else "", words
 
 
-def _serve(control: socket.socket) -> NoReturn:
-    """Fork a program for each that is asked for, and tell its end, until the caller goes."""
+def serve(fd: int) -> NoReturn:
+    """Fork a program for each that is asked for, and tell its end, until the caller goes.
+
+    Args:
+        fd: descriptor of the socket that leads to the caller.
+    """
+    importlib.import_module("torch._dynamo")  # torch, with what comes with DDP and with the first optimizer
+    gc.collect()
+    gc.freeze()
+    control = socket.socket(fileno=fd)
     programs: dict[int, tuple[int, int]] = {}  # process id and pipe of each, by what says that it has ended
     while True:
         for ready in select.select([control.fileno(), *programs], [], [])[0]:
@@ -232,8 +239,8 @@ def _become(command: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
     tempfile.tempdir = None
     unbuffered = bool(env.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = _output(1, "strict", unbuffered)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _output(2, "backslashreplace", unbuffered)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _output(sys.stdout, 1, unbuffered)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _output(sys.stderr, 2, unbuffered)  # type: ignore[misc]
     sys.orig_argv = command
     options, what, words = _parsed(command)
     sys.warnoptions += [value for _, value in options]
@@ -248,10 +255,11 @@ def _become(command: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
     numpy.random.seed()
     if "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    from distwrap._internals.python import run_interpreter_end
     from distwrap.live_objects import mark_as_served
 
     mark_as_served()
-    with _told_as_a_program():
+    with _told_as_a_program(run_interpreter_end):
         _run(what, words)
     sys.exit(0)
 
@@ -274,28 +282,28 @@ def _run(what: str, words: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _told_as_a_program() -> Iterator[None]:
-    """Let an exception be told without the frames of this file."""
+def _told_as_a_program(end: Callable[[], object]) -> Iterator[None]:
+    """Let an exception be told without the frames of this file, and an interrupt end this process as one."""
     try:
         yield
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, contextlib.__file__):
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if isinstance(error, KeyboardInterrupt):
+            end()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
 
 
-def _output(number: int, errors: str, unbuffered: bool) -> io.TextIOWrapper:
+def _output(before: IO[str], number: int, unbuffered: bool) -> io.TextIOWrapper:
+    """Return a standard stream anew, as this process would have had it with PYTHONUNBUFFERED or without."""
     raw: Any = io.FileIO(number, "w", closefd=False)
+    raw.name = before.name
     binary = raw if unbuffered else io.BufferedWriter(raw)
-    return io.TextIOWrapper(binary, errors=errors, line_buffering=number == 2, write_through=unbuffered)
-
-
-if __name__ == "__main__":
-    importlib.import_module("torch._dynamo")  # torch, with what comes with DDP and with the first optimizer
-    gc.collect()
-    gc.freeze()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    each_line = number == 2 and not unbuffered
+    return io.TextIOWrapper(binary, before.encoding, before.errors, line_buffering=each_line, write_through=unbuffered)

@@ -1,0 +1,89 @@
+"""A program that is a fork of one interpreter is as one of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.interpreters import interpreter, run_python
+from tests.limits import SOON
+from tests.slow import INTERPRETERS, slow
+
+PROBE = """
+import os, sys, threading, warnings
+import torch
+
+def show():
+    main = sys.modules["__main__"]
+    print(sys.argv, sys.orig_argv, repr(sys.path[0]), os.getcwd())
+    print(__name__, getattr(main, "__file__", None), getattr(main.__spec__, "name", None), vars(main) is globals())
+    print(sys.warnoptions, sys.stdin.read(), os.environ["PROBE"], torch.get_num_threads())
+    print([(each.name, each.errors, each.line_buffering, each.write_through) for each in (sys.stdout, sys.stderr)])
+    print([each.name for each in threading.enumerate()], "distwrap" in sys.modules and "distwrap.launch" in sys.modules)
+    warnings.warn("a warning")
+
+show()
+what = sys.argv[-1]
+if what == "raises":
+    raise ValueError("a reason")
+if what == "exits":
+    sys.exit("a word")
+if what == "is interrupted":
+    os.kill(os.getpid(), 2)
+    import time
+    time.sleep(100)
+if what == "is killed":
+    os.kill(os.getpid(), 9)
+"""
+
+
+def in_its_own_process(*words: str, folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=env, input="words", capture_output=True, text=True, timeout=SOON)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("probe.py", "--lr", "1", "raises"), 1),
+        slow(("-m", "probe", "exits"), 1, why=INTERPRETERS),
+        slow(("-c", PROBE, "is killed"), -signal.SIGKILL, why=INTERPRETERS),
+        slow(("-W", "ignore:a", "probe.py", "is interrupted"), -signal.SIGINT, why=INTERPRETERS),
+        slow(("-W", "error", "-m", "probe"), 1, why=INTERPRETERS),
+    ],
+)
+def test_it_is_the_same_program(words: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    """What it sees, prints and ends with is that of a process of its own."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    env = {**os.environ, "PROBE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    assert interpreter().can_be([sys.executable, *words], env)
+    fork = run_python(*words, cwd=tmp_path, env=env, input="words", timeout=SOON)
+    alone = in_its_own_process(*words, folder=tmp_path, env=env)
+    assert fork.returncode == alone.returncode == code, fork.stderr
+    assert fork.stdout == alone.stdout
+    assert fork.stderr == alone.stderr
+
+
+@pytest.mark.parametrize("words", [("-X", "dev", "a.py"), ("-S", "a.py"), ("-",), ("a.py",)])
+def test_what_python_reads_when_it_starts_wants_a_process(words: tuple[str, ...]) -> None:
+    """Options and variables that a fork is too late for are seen."""
+    env = {**os.environ, "TORCH_SHOW_CPP_STACKTRACES": "1"} if words == ("a.py",) else {**os.environ}
+    assert not interpreter().can_be([sys.executable, *words], env)
+
+
+def test_a_program_that_does_not_end_is_ended() -> None:
+    """After its limit it is killed, and what it has printed is told."""
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    with pytest.raises(subprocess.TimeoutExpired) as late:
+        run_python("-c", code, timeout=2)
+    pid = int(str(late.value.stdout))
+    deadline = time.monotonic() + SOON
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
