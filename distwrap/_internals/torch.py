@@ -4,6 +4,7 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import ModuleType
@@ -298,6 +299,8 @@ def import_compiler() -> None:
     """
     with suppress(ImportError), collection_paused():
         import torch._dynamo  # noqa: F401 - importing it is the point
+
+        importlib.import_module("tabulate")  # where it is installed, the compiler imports it when each rank ends
 
 
 # Modules and state dicts
