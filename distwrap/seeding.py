@@ -119,10 +119,14 @@ def rank_generator(seed: int, device: torch.device | str | None = None) -> torch
         7
     """
     seed, share = SEED("seed", seed), current_world().layout.rank
-    generator = torch.Generator(device if device is not None else "cpu")
+    generator = _RankGenerator(device if device is not None else "cpu")
     generator.manual_seed(mix("apart", seed, share) if share else seed)
     current_world().part(RankGenerators).add(seed, generator)
     return generator
+
+
+class _RankGenerator(torch.Generator):
+    """Generator that can be referred to weakly, which torch's own cannot in torch 2.6."""
 
 
 class _Made(NamedTuple):

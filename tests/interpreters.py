@@ -7,6 +7,7 @@ torch read from options and variables when they start: a program that is given o
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import functools
@@ -259,6 +260,8 @@ def _become(command: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
     from distwrap.live_objects import mark_as_served
 
     mark_as_served()
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)  # else it tells of its objects that nobody collects
     with _told_as_a_program(run_interpreter_end):
         _run(what, words)
     sys.exit(0)

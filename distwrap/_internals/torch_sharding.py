@@ -35,7 +35,8 @@ def skip_first_messages(stage: "PipelineStage") -> None:
 
     In torch 2.9 such a message has another type than the tensor that receives it, and gloo ends the process.
 
-    Relies on ``torch.distributed.pipelining.stage:_PipelineStageBase._get_init_p2p_neighbors_ops`` (before torch 2.15).
+    Relies on ``torch.distributed.pipelining.stage:_PipelineStageBase._get_init_p2p_neighbors_ops`` (since torch 2.8 and
+    before torch 2.15).
     Without it: torch sends no such message.
     """
     name = "_get_init_p2p_neighbors_ops"

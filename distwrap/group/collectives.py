@@ -16,12 +16,14 @@ from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.members import among_members
+from distwrap.group.messages import cannot_be_sent, of_every_rank, tensor_of
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensor_exchange import OP_HINTS, Op, exchange_device, gather_numbers, ranks_of_shares, reduce_tensor
 from distwrap.group.tensors_apart import as_bytes, bytes_of, is_dense, of_bytes, put_together, take_apart
 from distwrap.group.world import current_world
 from distwrap.supervision.activity import Activity
+from distwrap.supervision.order_check import SAME_CALLS
 
 Value = TypeVar("Value")
 Key = TypeVar("Key")
@@ -72,41 +74,8 @@ def gather_object(value: Any, *, joined: bool = False) -> list[Any]:
         if problem:
             raise CollectiveError(f"{problem}.")
         return list(value) if joined else [value]
-    values = _of_every_rank(value, problem)
+    values = of_every_rank(value, problem)
     return [item for rank in ranks_of_shares() for item in values[rank]] if joined else values
-
-
-def _of_every_rank(value: Any, problem: str) -> list[Any]:
-    """Return every rank's value; raise the problem of any rank on every rank."""
-    secret = run_secret()
-    mine = _tensor_of(sign((problem, None), secret) if problem else _signed(value, secret))
-    sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([mine.numel()], device=mine.device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=mine.device)
-    padded[: mine.numel()] = mine
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
-    messages = [
-        verify(bytes_of(message[: int(size)]), secret, rank)
-        for rank, (message, size) in enumerate(zip(received, sizes, strict=True))
-    ]
-    for rank, (problem, _) in enumerate(messages):
-        if problem:
-            raise CollectiveError(f"rank {rank}: {problem}")
-    return [value for _, value in messages]
-
-
-def _signed(value: Any, secret: bytes) -> bytes:
-    """Return the message with a value, or with why it cannot be sent: all ranks raise then, and none waits for it."""
-    try:
-        return sign(("", value), secret)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
-        return sign((_cannot_be_sent(value, error), None), secret)
-
-
-def _cannot_be_sent(value: Any, error: Exception) -> str:
-    return f"its {type(value).__qualname__} cannot be sent to the other ranks: {type(error).__name__}: {error}"
 
 
 @overload
@@ -146,10 +115,14 @@ def reduce(value: Any, op: Op = "mean") -> Any:
     one_of("op", get_args(Op), OP_HINTS)("op", op)
     if is_alone("reduce"):
         return value
-    leaves, spec, tensors = tensors_in(value, "reduce")
-    compare(
-        [(structure, rows) for structure, rows, _ in everyones(spec, tensors, _cannot_reduce(tensors, op))], "reduce"
-    )
+    return _combined(f"reduce(op={op!r})", value, op)
+
+
+def _combined(call: str, value: Any, op: Op) -> Any:
+    what = call.partition("(")[0]
+    leaves, spec, tensors = tensors_in(value, what)
+    everyone = everyones(call, spec, tensors, _cannot_reduce(tensors, op))
+    compare([(structure, rows) for structure, rows, _ in everyone], what)
     reduced = [reduce_tensor(tensor, op) for tensor in tensors]
     kept = [new if isinstance(old, torch.Tensor) else new.item() for old, new in zip(leaves, reduced, strict=True)]
     return tree_unflatten(kept, spec)
@@ -205,7 +178,7 @@ def mean(value: Any, count: float = 1) -> Any:
     exact = [_in_float64(tensor.detach()) for tensor in tensors]
     weighted = [tensor * count if count else torch.zeros_like(tensor) for tensor in exact]
     parts: list[Any] = [*weighted, float(count)]
-    *sums, everything = reduce(parts, op="sum")
+    *sums, everything = _combined("mean()", parts, "sum")
     if everything == 0:
         raise CollectiveError("mean(): the count is 0 on every rank, so there is nothing to average.")
     means = [_as_given(leaf, value / everything) for leaf, value in zip(leaves, sums, strict=True)]
@@ -241,7 +214,7 @@ def broadcast(value: Value | None, src: int = 0) -> Value:
     world = current_world()
     if not 0 <= src < world.placement.world_size:
         raise OptionError(f"broadcast(src={src}): ranks are 0 to {world.placement.world_size - 1}.")
-    if is_alone("broadcast"):
+    if is_alone("broadcast", f"(src={src})"):
         return cast("Value", value)
     mine = world.placement.rank == src
     tensors: list[torch.Tensor] = []
@@ -252,7 +225,7 @@ def broadcast(value: Value | None, src: int = 0) -> Value:
             data, tensors = take_apart(value, plain=only_plain(secret))
             message = ("", data, [(each.dtype, each.shape, each.device.type) for each in tensors])
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
-            message = (f"rank {src}: {_cannot_be_sent(value, error)}", b"", [])
+            message = (f"rank {src}: {cannot_be_sent(value, error)}", b"", [])
     problem, data, described = _broadcast_object(message, src, secret)
     if problem:
         raise CollectiveError(problem)
@@ -276,6 +249,9 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
         flag: this rank's answer.
         how: ``"any"`` for true where one rank says so, ``"all"`` for true where every rank does.
 
+    Raises:
+        CollectiveError: the ranks want to agree in different ways; raised on every rank.
+
     Example:
         >>> agree(True, "all")
         True
@@ -283,9 +259,13 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
     one_of("way to agree", ("any", "all"))("how", how)
     if is_alone("agree"):
         return bool(flag)
-    vote = torch.tensor(int(bool(flag)), device=exchange_device())
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN)
-    return bool(vote.item())
+    wants_any = how == "any"
+    vote = torch.tensor([int(bool(flag) == wants_any), int(wants_any), int(not wants_any)], device=exchange_device())
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    found, some_want_any, some_want_all = vote.tolist()
+    if some_want_any and some_want_all:
+        raise CollectiveError(f"some ranks call agree(how='any') where others call agree(how='all'). {SAME_CALLS}")
+    return bool(found) == wants_any
 
 
 @among_members
@@ -301,7 +281,7 @@ _Described = tuple[torch.dtype, torch.Size, str]  # dtype, shape and device of a
 
 def _broadcast_object(value: Any, src: int, secret: bytes) -> Any:
     mine = current_world().placement.rank == src
-    message = _tensor_of(sign(value, secret)) if mine else torch.empty(0)
+    message = tensor_of(sign(value, secret)) if mine else torch.empty(0)
     size = torch.tensor([message.numel()], device=exchange_device())
     dist.broadcast(size, src=src)
     if not mine:
@@ -310,18 +290,19 @@ def _broadcast_object(value: Any, src: int, secret: bytes) -> Any:
     return value if mine else verify(bytes_of(message), secret, src)
 
 
-def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(exchange_device())
+def is_alone(what: str, given: str = "") -> bool:
+    """Return whether there is one process; else make sure that all ranks can come to a collective, and note it.
 
-
-def is_alone(what: str) -> bool:
-    """Return whether there is one process; else make sure that all ranks can come to a collective, and note it."""
+    Args:
+        what: the collective's name.
+        given: what all ranks must give it alike.
+    """
     world = current_world()
     if world.placement.world_size == 1:
         return True
     require_group(what)
     check_collectives_allowed(f"{what}()")
-    world.part(Activity).begin_collective(what)
+    world.part(Activity).begin_collective(f"{what}{given}")
     return False
 
 
@@ -330,7 +311,9 @@ def tensors_in(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor
     try:
         leaves, spec = tree_flatten(value, lambda part: isinstance(part, PackedSequence))  # a named tuple to pytree
     except RecursionError:
-        everyones("", [], f"{what}() cannot follow containers that are nested so deep, or hold themselves.")
+        everyones(
+            f"{what}()", "", [], f"{what}() cannot follow containers that are nested so deep, or hold themselves."
+        )
         raise
     tensors = []
     for leaf in leaves:
@@ -345,25 +328,28 @@ def tensors_in(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor
                 tensors.append(torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None))
                 continue
             problem = f"and {leaf} does not fit into 64 bits. Give it a float"
-        everyones(spec, [], f"{what}() takes tensors and numbers in lists, tuples and dicts, {problem}.")  # raises it
+        problem = f"{what}() takes tensors and numbers in lists, tuples and dicts, {problem}."
+        everyones(f"{what}()", spec, [], problem)  # raises it
     return leaves, spec, tensors
 
 
 Description = tuple[str, list[Any], list[bool]]
 
 
-def everyones(spec: Any, tensors: list[torch.Tensor], problem: str = "") -> list[Description]:
+def everyones(call: str, spec: Any, tensors: list[torch.Tensor], problem: str = "") -> list[Description]:
     """Return each rank's structure, its tensors' dtypes and shapes, and which of them require a gradient.
 
     Raises the problem of any rank, on every rank.
+
+    Args:
+        call: the collective, with what all ranks must give it alike.
+        spec: this rank's structure.
+        tensors: what is in it.
+        problem: why this rank cannot go on; empty where it can.
     """
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     mine = (str(spec), [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], wanted)
-    everyone = gather_object((mine, problem))
-    for rank, (_, problem) in enumerate(everyone):
-        if problem:
-            raise CollectiveError(f"rank {rank}: {problem}")
-    return [description for description, _ in everyone]
+    return of_every_rank(mine, problem, call)
 
 
 def compare(descriptions: list[Any], what: str, shown: list[Any] | None = None) -> None:

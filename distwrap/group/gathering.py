@@ -77,7 +77,8 @@ def gather(
     _, spec, tensors = tensors_in(value, "gather")
     tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     structure = spec if pad is None else f"{spec} padded with {pad}"
-    everyone = everyones(structure, tensors, _cannot_pad(tensors, pad))
+    call = "gather(interleave=True)" if interleave else "gather()"
+    everyone = everyones(call, structure, tensors, _cannot_pad(tensors, pad))
     compare(
         [
             (structure, [(dtype, shape[1:] if pad is None else ("any",) * len(shape[1:])) for dtype, shape in rows])

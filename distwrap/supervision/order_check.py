@@ -20,7 +20,7 @@ _TOGETHER = (
     "Let all ranks leave a loop, or a step of it, together: distwrap.agree(flag) before the break, or "
     "distwrap.lockstep(loader), with its stop() and skip=."
 )
-_SAME_CALLS = (
+SAME_CALLS = (
     "All ranks must make the same calls in the same order: take them out of what only some ranks run, as under "
     "`if rank() == 0`."
 )
@@ -87,7 +87,7 @@ class OrderCheck:
                 return words, _TOGETHER
             their_calls = {int(number): (name, where) for number, (name, where) in latest.items()}
             if words := crossed({self._place.rank: calls, rank: their_calls}):
-                return words, _SAME_CALLS
+                return words, SAME_CALLS
         return None
 
 

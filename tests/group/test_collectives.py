@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 
 import distwrap as dw
-from distwrap.errors import CollectiveError, OptionError
+from distwrap.errors import CollectiveError, OptionError, WorkerTimeoutError
 from distwrap.testing import run_ranks
 
 DTYPES = [
@@ -530,3 +531,41 @@ class Odd(Exception):
 
     def __init__(self, *, why: str) -> None:
         super().__init__(why)
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "gather_object()": lambda: dw.gather_object(1),
+    "reduce(op='sum')": lambda: dw.reduce(torch.ones(2), "sum"),
+    "reduce(op='mean')": lambda: dw.reduce(torch.ones(2)),
+    "mean()": lambda: dw.mean(torch.ones(2)),
+    "gather()": lambda: dw.gather(torch.ones(2)),
+    "gather(interleave=True)": lambda: dw.gather(torch.ones(2), interleave=True),
+    "agree(how='any')": lambda: dw.agree(True),
+    "agree(how='all')": lambda: dw.agree(True, "all"),
+}
+
+
+def test_different_calls_are_told_at_once() -> None:
+    """Ranks that are in different calls, or in one that they ask for different things, get an error that names both."""
+    pairs = [(a, b) for a, b in combinations(CALLS, 2) if ("agree" in a) is ("agree" in b)]
+
+    def body() -> list[str]:
+        said = []
+        for pair in pairs:
+            with pytest.raises(CollectiveError) as caught:
+                CALLS[pair[dw.rank()]]()
+            said.append(str(caught.value))
+        return said
+
+    for said in run_ranks(body, 2):
+        for (first, second), words in zip(pairs, said, strict=True):
+            assert words.startswith(
+                (f"rank 0 calls {first} where rank 1 calls {second}. ", "some ranks call agree(how=")
+            )
+            assert "All ranks must make the same calls in the same order" in words
+
+
+def test_ranks_that_are_all_a_source_are_told() -> None:
+    """Each rank that broadcasts its own value waits for the other: both are named, with what they asked for."""
+    with pytest.raises(WorkerTimeoutError, match=r"rank 0 waits in broadcast\(src=0\) .* rank 1 in broadcast\(src=1\)"):
+        run_ranks(lambda: dw.broadcast([1], src=dw.rank()), 2, timeout=100)

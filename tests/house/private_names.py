@@ -67,9 +67,12 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
         text = " ".join((inspect.getdoc(function) or "").split())
         without = re.search(r"Without it: (.+?\.)(?: Args:| Returns:| Raises:| Example:|$)", text)
         names = text.partition("Relies on ")[2].partition(" Without it:")[0]
-        for path, bound, release in re.findall(r"``([^`]+)``(?: \((since|before) torch ([\d.]+)\))?", names):
+        for path, limits in re.findall(r"``([^`]+)``(?: \(((?:since|before) torch [^)]+)\))?", names):
             where, _, expression = path.partition(":")
-            bounds = {bound: tuple(map(int, release.split(".")))} if bound else {}
+            bounds = {
+                bound: tuple(map(int, release.split(".")))
+                for bound, release in re.findall(r"(since|before) torch (\d+\.\d+)", limits)
+            }
             yield ReliedOn(where, expression, name, without[1] if without else "", **bounds)
 
 

@@ -1,0 +1,62 @@
+"""Messages of all ranks to all, by which they also see that they are in the same call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distwrap.errors import CollectiveError
+from distwrap.group.signing import run_secret, sign, verify
+from distwrap.group.tensor_exchange import exchange_device
+from distwrap.group.tensors_apart import bytes_of
+from distwrap.supervision.order_check import SAME_CALLS
+
+
+def of_every_rank(value: Any, problem: str, call: str = "gather_object()") -> list[Any]:
+    """Return every rank's value; raise the problem of any rank, or that they are in different calls, on every rank.
+
+    Args:
+        value: this rank's.
+        problem: why this rank cannot go on; empty where it can.
+        call: the collective, with what all ranks must give it alike.
+    """
+    secret = run_secret()
+    mine = tensor_of(sign((call, problem, None), secret) if problem else _signed(call, value, secret))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([mine.numel()], device=mine.device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=mine.device)
+    padded[: mine.numel()] = mine
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded)
+    messages = [
+        verify(bytes_of(message[: int(size)]), secret, rank)
+        for rank, (message, size) in enumerate(zip(received, sizes, strict=True))
+    ]
+    for rank, (_, problem, _) in enumerate(messages):
+        if problem:
+            raise CollectiveError(f"rank {rank}: {problem}")
+    for rank, (other, _, _) in enumerate(messages):
+        if other != messages[0][0]:
+            raise CollectiveError(f"rank 0 calls {messages[0][0]} where rank {rank} calls {other}. {SAME_CALLS}")
+    return [value for *_, value in messages]
+
+
+def _signed(call: str, value: Any, secret: bytes) -> bytes:
+    """Return the message with a value, or with why it cannot be sent: all ranks raise then, and none waits for it."""
+    try:
+        return sign((call, "", value), secret)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        return sign((call, cannot_be_sent(value, error), None), secret)
+
+
+def cannot_be_sent(value: Any, error: Exception) -> str:
+    """Return what is said of a value that cannot be pickled."""
+    return f"its {type(value).__qualname__} cannot be sent to the other ranks: {type(error).__name__}: {error}"
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    """Return bytes as a tensor that the ranks can exchange."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(exchange_device())
