@@ -1,6 +1,6 @@
 # make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
 # make test: tests of everything, in at most five minutes on two cores.
-# make test-all: all tests, as CI runs them: those marked slow too, in some 40 minutes on two cores.
+# make test-all: all tests, as CI runs them: those marked slow too, in some 35 minutes on two cores.
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once. ENGINES=deepspeed is one of them.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
