@@ -27,7 +27,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -54,7 +54,6 @@ class Interpreter:
                 start_new_session=True,
             )
         self._read_at_start = _read_at_start(os.environ)
-        self.pid = self._process.pid
 
     def can_be(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a fork can become the program: it wants no other start than this interpreter had."""
@@ -256,13 +255,12 @@ def _become(command: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
     numpy.random.seed()
     if "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
-    from distwrap._internals.python import run_interpreter_end
     from distwrap.live_objects import mark_as_served
 
     mark_as_served()
     if "triton" in sys.modules:
         atexit.register(gc.unfreeze)  # else it tells of its objects that nobody collects
-    with _told_as_a_program(run_interpreter_end):
+    with _told_as_a_program():
         _run(what, words)
     sys.exit(0)
 
@@ -285,7 +283,7 @@ def _run(what: str, words: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _told_as_a_program(end: Callable[[], object]) -> Iterator[None]:
+def _told_as_a_program() -> Iterator[None]:
     """Let an exception be told without the frames of this file, and an interrupt end this process as one."""
     try:
         yield
@@ -297,7 +295,9 @@ def _told_as_a_program(end: Callable[[], object]) -> Iterator[None]:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
-            end()
+            from distwrap._internals.python import run_interpreter_end
+
+            run_interpreter_end()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,6 @@ from distwrap.strategies.single import SingleStrategy
 from distwrap.versions import TORCH_RELEASE
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import environment
-from tests.interpreters import run_python
 
 AS_NEWER_TORCH = "the stand-in is that of a package for torch 2.7 or newer"
 # Of a package that tells torch of a type when it is imported.
@@ -163,7 +163,7 @@ def test_ascend_trains_by_its_package(tmp_path: Path, monkeypatch: pytest.Monkey
     script.write_text(ASCEND)
     env = environment(2) | {"PRETEND_NAME": "npu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
-    done = run_python(script, env=env, timeout=110)
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     expected = str([(f"npu:{rank}", f"npu:{rank}", "pccl") for rank in range(2)])
     assert done.stdout.split("\n")[-3:-1] == [expected] * 2, done.stdout + done.stderr
@@ -267,7 +267,7 @@ def test_torch_xlas_own_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     script.write_text(ON_XLA)
     env = environment(2) | {"XLA_STORE": str(tmp_path / "store")}
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
-    done = run_python(script, env=env, timeout=110)
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     expected = str([(f"pretend:{rank}", "xla", 1, 1.0) for rank in range(2)])
     assert done.stdout.split("\n")[-3:-1] == [expected, "failed: 'of rank 1'"], done.stdout + done.stderr
