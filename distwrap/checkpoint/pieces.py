@@ -58,7 +58,7 @@ class PieceGroup(RunPart):
     def __init__(self, world: World) -> None:
         self.group: dist.ProcessGroup | None = None
         if world.placement.world_size > 1:
-            self.group = world.new_cpu_group()
+            self.group = world.new_group(backend="gloo")
 
     def gather_text(self, text: str) -> list[str]:
         """Return a line of text from every rank, on every rank; longer lines are cut off."""

@@ -3,7 +3,6 @@
 import gc
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
@@ -72,10 +71,9 @@ class Exchange(ABC, Generic[A]):
         """Make a link between some ranks; every rank calls this. Return ``None`` if this one is not among them."""
         group = back = None
         if len(ranks) > 1:
-            timeout = timedelta(seconds=world.options.timeout)
-            group = dist.new_group(ranks, timeout=timeout)
+            group = world.new_group(ranks)
             if crosses_nodes and "gloo" in str(world.backend):
-                back = dist.new_group(ranks, timeout=timeout)
+                back = world.new_group(ranks)
         if self.rank not in ranks:
             return None
         self._groups += [group, back]

@@ -48,7 +48,7 @@ class DispatchGroup(RunPart):
 
     def __init__(self, world: World) -> None:
         require_group("split='dispatch'")
-        self._group = world.new_cpu_group()
+        self._group = world.new_group(backend="gloo")
         self._votes, self._activity = Votes(), world.part(Activity)
         self.shares = [0] * world.placement.world_size
         shares = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.shares]

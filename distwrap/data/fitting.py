@@ -115,7 +115,7 @@ class Fitting(RunPart):
         self._group: Any = None
         if self._place.world_size > 1:
             require_group("fit_batch_size")
-            self._group = world.new_cpu_group()
+            self._group = world.new_group(backend="gloo")
 
     def tell_failure(self) -> None:
         """Tell the other ranks that another error ends the tries here, without waiting for them."""

@@ -137,7 +137,7 @@ class LockstepStatus(RunPart):
         if world.placement.world_size > 1:
             require_group("lockstep")
             # Of the CPUs, for the status alone, so that a vote never meets another collective.
-            self._group = world.new_cpu_group()
+            self._group = world.new_group(backend="gloo")
 
     def maximum(self, numbers: list[int]) -> list[int]:
         """Return the largest of all ranks' numbers, place by place."""

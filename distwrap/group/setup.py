@@ -21,10 +21,9 @@ from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.network import interfaces
-from distwrap.network.rendezvous import await_all_joined, loss_told, meet, say_goodbye
+from distwrap.network.rendezvous import await_last_group, loss_told, meet, say_goodbye
 from distwrap.network.secret import agree_on_secret
 from distwrap.network.stores import client_of
-from distwrap.network.waiting import count_in
 from distwrap.options import Options, check_words
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
@@ -146,7 +145,6 @@ def join(
         bells = Bells(side, placement)  # while rank 0 is certainly there too
         cleanup.callback(bells.close)
         _make_group(placement, options, backend, device, store)
-        count_in(store, "joined", placement.world_size)
         world = World(
             placement,
             device,
@@ -155,8 +153,9 @@ def join(
             group=dist.group.WORLD,
             store=store,
             secret=inherited or agree_on_secret(store, placement),
-            cleanup=cleanup.pop_all(),
         )
+        world.count_group(store)
+        world.cleanup = cleanup.pop_all()
     activate(world)
     supervised = distwrap_environment.STORE in os.environ
     activity = world.part(Activity)
@@ -223,7 +222,7 @@ def _teardown(*, destroy: bool) -> None:
         world.channel.stop()
     with world.cleanup:
         if world.store is not None:
-            await_all_joined(world.store, world.placement)
+            await_last_group(world.store, world.placement, world.groups)
         world.close()
         if world.store is not None:
             if destroy and dist.is_initialized():

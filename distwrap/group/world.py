@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -25,6 +26,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from distwrap.devices.selection import choose_device, visible_devices
 from distwrap.environments import Placement, detect
 from distwrap.errors import OptionError
+from distwrap.network.waiting import count_in
 from distwrap.options import QUIET, Options, switched_on
 from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
@@ -100,6 +102,7 @@ class World:
         secret: of the run, with which its ranks sign objects; empty where there is none, ``None`` until ranks in a
             group that the user made need one.
         channel: the side channel to the other ranks, where distwrap made the group.
+        groups: the number of process groups that this rank has made with the others.
         members: the ranks that are there, where some may be lost and come back; ``None`` where none may.
         cleanup: undoes what joining has changed in this process.
     """
@@ -113,6 +116,7 @@ class World:
     store: Store | None = None
     secret: bytes | None = field(default=None, repr=False)
     channel: Channel | None = None
+    groups: int = 0
     members: Members | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
     _parts: dict[type[RunPart], RunPart] = field(default_factory=dict)
@@ -154,10 +158,23 @@ class World:
         on_device = self.device.index is not None and "gloo" not in dist.get_backend()
         dist.barrier(device_ids=[self.device.index] if on_device else None)
 
-    def new_cpu_group(self) -> ProcessGroup:
-        """Return another process group of all ranks, for what is on the CPU; every rank calls it."""
-        group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.options.timeout))
+    def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> ProcessGroup:
+        """Return another process group; every rank calls it.
+
+        Args:
+            ranks: its ranks; by default all.
+            backend: by default that of the run.
+        """
+        timeout = timedelta(seconds=self.options.timeout)
+        group: ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
+        if self.store is not None:
+            self.count_group(self.store)
         return group
+
+    def count_group(self, store: Store) -> None:
+        """Tell the others that this rank has made a group, as they do: none leaves before all have made its last."""
+        self.groups += 1
+        count_in(store, f"group {self.groups}", self.placement.world_size)
 
     @property
     def tells_others(self) -> bool:

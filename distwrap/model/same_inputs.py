@@ -82,15 +82,11 @@ class InputsWatch:
         self._place = ""
         routing.look_with(self.look)
 
-    @property
-    def _routing(self) -> Routing:
-        routing = self._held_routing()
-        assert routing is not None  # it holds this
-        return routing
-
     def stop(self) -> None:
         """Look no more."""
-        self._routing.look_with(None)
+        routing = self._held_routing()
+        if routing is not None:  # else nobody holds the model any more
+            routing.look_with(None)
 
     def look(self, arguments: Any) -> None:
         """Look at the inputs of a call.
@@ -98,7 +94,9 @@ class InputsWatch:
         Raises:
             LoaderError: two batches were the same on all ranks.
         """
-        if not torch.is_grad_enabled() or not self._routing.model.training or torch.compiler.is_compiling():
+        routing = self._held_routing()
+        assert routing is not None  # it calls this
+        if not torch.is_grad_enabled() or not routing.model.training or torch.compiler.is_compiling():
             return
         self._forwards += 1
         if self._forwards > _FIRST and not is_power_of_two(self._forwards):
@@ -121,7 +119,8 @@ class InputsWatch:
         Raises:
             LoaderError: two batches were the same on all ranks.
         """
-        if not self._told or not self._routing.is_looked_at:
+        routing = self._held_routing()
+        if not self._told or routing is None or not routing.is_looked_at:
             return
         told = [json.loads(self._channel.noted(self._key, rank) or "[]") for rank in self._others]
         alike = set[str]()
@@ -136,10 +135,10 @@ class InputsWatch:
             return
         self.stop()
         if not any(is_under_way() for is_under_way in self._run.loops.values()):
-            raise LoaderError(self._in_words())
+            raise LoaderError(self._in_words(type(routing.model).__name__))
 
-    def _in_words(self) -> str:
-        kind, size = type(self._routing.model).__name__, len(self._others) + 1
+    def _in_words(self, kind: str) -> str:
+        size = len(self._others) + 1
         seen = (
             f"rank {self._rank}: {kind} has got the same inputs on all {size} ranks, batch after "
             f"batch{self._place and f', at {self._place}'}: {size} ranks do the same work, and the model "

@@ -229,10 +229,10 @@ def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
     return f"{len(hosts)} of {placement.world_size} ranks are here; missing: {first_names(parts, 16)}"
 
 
-def await_all_joined(store: Store, placement: Placement) -> None:
-    """Wait before leaving until all ranks have joined the group: one may still be connecting to this one."""
+def await_last_group(store: Store, placement: Placement, groups: int) -> None:
+    """Wait before leaving until all ranks have made their last group: one may still be connecting to this one."""
     with suppress(dist.DistError):  # a rank that is gone without a goodbye has failed, which others tell
-        are_all_counted(store, "joined", placement.world_size, _LEAVE_SECONDS)
+        are_all_counted(store, f"group {groups}", placement.world_size, _LEAVE_SECONDS)
 
 
 def say_goodbye(store: Store, placement: Placement) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import distwrap as dw
 from distwrap.errors import LoaderError, OptionError
+from distwrap.group.world import current_world
+from distwrap.model.same_inputs import SameInputs
 from distwrap.testing import run_ranks
 from tests.forgotten.nets import Net
 
@@ -183,3 +186,15 @@ def test_rank_generator() -> None:
     assert one == torch.randn(3, generator=dw.rank_generator(7)).tolist()
     with pytest.raises(OptionError, match="seed=-1"):
         dw.rank_generator(-1)
+
+
+def test_a_model_that_is_gone_before_its_watch() -> None:
+    """The collector may take them in this order, between two looks of the run's end."""
+
+    def on_rank() -> None:
+        model = dw.wrap_model(Net())
+        Net.watching = list(current_world().part(SameInputs)._watches)  # type: ignore[attr-defined]
+        del model
+        gc.collect()
+
+    run_ranks(on_rank, 2)

@@ -6,8 +6,11 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
 import distwrap as dw
 from distwrap.testing import run_ranks
@@ -149,6 +152,26 @@ def addresses_of(targets: set[str]) -> set[str]:
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in targets}
+
+
+def test_who_leaves_waits_for_who_still_connects() -> None:
+    """A rank that has made its last group, and is done, could cut the connections that another is about to make."""
+
+    def connections() -> bool:
+        pids = dw.gather_object(os.getpid())
+        if dw.rank() == 0:
+            plain = dist.new_group
+
+            def slow_group(*args: Any, **kwargs: Any) -> Any:
+                made = plain(*args, **kwargs)
+                time.sleep(1.0)
+                return made
+
+            dist.new_group = slow_group
+        dw.wrap_model(nn.Linear(1, 1), comm="local_sgd")
+        return Path(f"/proc/{pids[1]}").exists()
+
+    assert run_ranks(connections, 2)[0]
 
 
 @pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why=INTERPRETERS), slow("script", why=INTERPRETERS)])
