@@ -58,7 +58,7 @@ class RandomState:
 
 
 def _unpacked(numbers: bytes, python: Any, numpy: Any, seed: int | None) -> RandomState:
-    return RandomState(torch.tensor(list(numbers), dtype=torch.uint8), python, numpy, seed)
+    return RandomState(torch.frombuffer(bytearray(numbers), dtype=torch.uint8), python, numpy, seed)
 
 
 def seed_everything(seed: int, *, apart: bool = False) -> int:

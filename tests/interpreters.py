@@ -198,6 +198,7 @@ def serve(fd: int) -> NoReturn:
     importlib.import_module("torch._dynamo")  # torch, with what comes with DDP and with the first optimizer
     gc.collect()
     gc.freeze()
+    runpy.run_path(str(ROOT / "distwrap" / "launch" / "large_pages.py"))["use_large_pages"]()
     control = socket.socket(fileno=fd)
     programs: dict[int, tuple[int, int]] = {}  # process id and pipe of each, by what says that it has ended
     while True:

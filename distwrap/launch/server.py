@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from distwrap._internals.python import stop_finalizers_at_exit
 from distwrap._internals.torch import import_compiler
+from distwrap.launch.large_pages import use_large_pages
 from distwrap.live_objects import mark_as_served
 
 DESCRIPTORS = 5
@@ -37,6 +38,8 @@ def prepare() -> None:
     for name in distwrap.__all__:
         if name != "PipelineStrategy":  # with which torch's compiler comes, and with that most of a first launch's time
             getattr(distwrap, name)
+    with contextlib.suppress(ImportError):
+        import cloudpickle  # noqa: F401 - with which the function comes, where it is installed
 
 
 def serve(fd: int) -> NoReturn:
@@ -50,14 +53,15 @@ def serve(fd: int) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     status_of: dict[int, int] = {}
-    _settle()
+    settle()
     idle: float | None = IDLE_SECONDS
     while True:
         ready, _, _ = select.select([control.fileno(), wake_r], [], [], None if status_of else idle)
         if not ready:
             idle = None
             import_compiler()  # as DDP and the optimizers do at their first use, now that nobody waits
-            _settle()
+            settle()
+            use_large_pages()
         if wake_r in ready:
             _drain(wake_r)
             _reap(status_of)
@@ -87,7 +91,7 @@ def serve(fd: int) -> NoReturn:
             _tell(status, pid)
 
 
-def _settle() -> None:
+def settle() -> None:
     """Do once what each rank would otherwise do for the imported modules, which takes tens of milliseconds."""
     gc.collect()
     gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share

@@ -100,7 +100,8 @@ class Settings:
                     _write(name, value)
         for logger in self.loggers:
             logger.restore()
-        logging.disable(self.disabled)
+        if logging.root.manager.disable != self.disabled:
+            logging.disable(self.disabled)
 
 
 def _names() -> Iterator[str]:
@@ -148,7 +149,8 @@ class _Logger:
 
     def restore(self) -> None:
         logger = logging.root if self.name == "root" else logging.getLogger(self.name)
-        logger.setLevel(self.level)
+        if logger.level != self.level:  # else Python would empty the caches of all loggers
+            logger.setLevel(self.level)
         logger.propagate, logger.disabled = self.propagate, self.disabled
         if not logger.handlers:  # else the rank has run what adds them
             for data in self.handlers:

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distwrap._internals.torch import import_compiler
+from distwrap.launch import server
+from distwrap.live_objects import mark_as_served
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -79,11 +82,8 @@ class Runner:
 
 
 def _serve() -> None:
-    import torch
-
-    from distwrap.launch import server  # noqa: F401 - so that the ranks have all of distwrap already
-
-    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler
+    import_compiler()
+    server.settle()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -112,6 +112,7 @@ def _fork(job: dict[str, Any], env: dict[str, str], output: Path) -> int:
     if pid:
         return pid
     script, code = job["script"], 1
+    mark_as_served()
     try:
         os.setsid()
         file = os.open(output, os.O_WRONLY | os.O_CREAT)
