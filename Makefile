@@ -14,7 +14,8 @@
 #     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
 # make faults-divided: each fault in a divided model 100 times with busy cores, under all strategies in turns; takes an
 #     hour, and goes on where it was stopped. TIMES=14 is each fault once under each strategy and on each of two ranks.
-# make kills: 300 kills of ranks that save a divided model: does the newest complete checkpoint load? TIMES=30 is less.
+# make kills: 300 kills of a process that saves, and of ranks that save a divided model: does the newest complete
+#     checkpoint load? TIMES=30 is less. And 10,000 files changed at random: is each loaded, or refused?
 # make soak: ten minutes of training with all that runs beside a loop: does what it takes grow?
 # make bench: the benchmarks.  make clean: remove what was built.
 # Each of them builds the virtual environment that it needs first, but for make test-gpu, which takes PYTHON as it is.
@@ -70,6 +71,7 @@ faults-divided: $(VENV)/.installed-test
 
 kills: TIMES = 300
 kills: $(VENV)/.installed-test
+	KILLS=$(TIMES) MUTATIONS=10000 $(bin)/python -m pytest tests/checkpoint/test_crashes.py tests/checkpoint/test_malice.py
 	$(bin)/python -m tests.checkpoint.kills --times $(TIMES)
 
 soak: $(VENV)/.installed-test

@@ -15,12 +15,12 @@ from distwrap.checkpoint import files
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
 
-KILLS = 300
+KILLS = int(os.environ.get("KILLS", "60"))  # `make kills` sets it
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow("kills 300 processes")
-def test_killed_at_any_of_300_moments_the_newest_complete_checkpoint_loads(tmp_path: Path) -> None:
+@pytest.mark.slow("kills 60 processes")
+def test_killed_at_any_moment_the_newest_complete_checkpoint_loads(tmp_path: Path) -> None:
     """SIGKILL at random moments of saving in series, over one name, in the background and in parts."""
     command = [sys.executable, "-W", "error", "-m", "tests.checkpoint.crashing", str(tmp_path), str(KILLS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
@@ -28,7 +28,7 @@ def test_killed_at_any_of_300_moments_the_newest_complete_checkpoint_loads(tmp_p
     killed, in_midst, newest = map(int, done.stdout.split()[-3:])
     assert killed == KILLS
     assert in_midst > KILLS // 10, "hardly any kill has met a file half-written: the moments prove nothing"
-    assert newest > 20
+    assert newest > KILLS // 15
 
 
 @pytest.mark.slow("kills 10 pairs of ranks")

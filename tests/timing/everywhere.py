@@ -75,10 +75,12 @@ class SleepBackward(torch.autograd.Function):
         return grads[0], None
 
 
-def train(make: Callable[[], nn.Module], slow_in: str = "", slow_rank: int = 0) -> tuple[list[bytes], float]:
+def train(
+    make: Callable[[], nn.Module], slow_in: str = "", slow_rank: int = 0, seconds: float = LONG
+) -> tuple[list[bytes], float]:
     """Train, and return this rank's weights, and the seconds from the end of the first step to that of the last."""
     dw.seed_everything(0)
-    nap = LONG if dw.rank() == slow_rank else 0.0
+    nap = seconds if dw.rank() == slow_rank else 0.0
     net = make()
     if slow_in == "forward":
         for block in net.blocks:  # type: ignore[union-attr]
