@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import tempfile
 import threading
 from collections import Counter
@@ -47,7 +48,12 @@ settings.load_profile("distwrap")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Write the byte code as pip does, also where PYTHONDONTWRITEBYTECODE is set: a thousand interpreters read it."""
+    """Make ready what all tests share.
+
+    Byte code is written as pip does, also where PYTHONDONTWRITEBYTECODE is set: a thousand interpreters read it. And
+    Ctrl-C is heard, which programs ignore that are started from a script in the background.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         for folder in (Path(distwrap.__file__).parent, Path(__file__).parent):
             compileall.compile_dir(folder, quiet=2)

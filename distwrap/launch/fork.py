@@ -9,6 +9,7 @@ from dataclasses import replace
 from multiprocessing.connection import Pipe
 
 from distwrap._internals.python import forget_exit_handlers
+from distwrap._internals.torch import import_compiler
 from distwrap.errors import ForkError
 from distwrap.group.setup import import_before_group
 from distwrap.launch import fork_safety, openmp, worker
@@ -25,6 +26,7 @@ class ForkLauncher(LocalLauncher):
 
     name = "fork"
     start_method = "fork"
+    _was_used = False  # in this process
 
     def check(self, job: Job) -> None:
         refusal = fork_safety.refusal()
@@ -34,6 +36,9 @@ class ForkLauncher(LocalLauncher):
     def plan(self, job: Job) -> Assignment:
         plan = replace(self.plan_in_place(job), random=RandomState.capture())
         import_before_group()  # once here, and not in every rank
+        if ForkLauncher._was_used:
+            import_compiler()  # likewise; the first launch would wait for it, whose ranks may not need it
+        ForkLauncher._was_used = True
         # Without the pause more than one thread would hang in the first large kernel.
         return plan if openmp.pause() else replace(plan, threads=1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import distwrap as dw
 from distwrap.errors import WorkerDiedError
 from distwrap.testing import run_ranks
 from tests.limits import SOON
+from tests.slow import INTERPRETERS
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])
@@ -61,3 +64,17 @@ def test_a_module_that_chooses_its_threads(tmp_path: Path, monkeypatch: pytest.M
         assert dw.distributed(nprocs=2, launcher="forkserver", returns="all")(threads)() == [3, 3]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_ranks_that_are_forked_again_need_not_import_the_compiler(tmp_path: Path) -> None:
+    """It comes with DDP, and takes each rank a second: from the second launch on the caller has it for them."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, distwrap as dw, torch\n"
+        "@dw.distributed(nprocs=2, launcher='fork')\n"
+        "def has_compiler(): return 'torch._dynamo' in sys.modules\n"
+        "if __name__ == '__main__': print([has_compiler() for _ in range(2)])\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[False, True]\n"
