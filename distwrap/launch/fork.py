@@ -36,8 +36,11 @@ class ForkLauncher(LocalLauncher):
     def plan(self, job: Job) -> Assignment:
         plan = replace(self.plan_in_place(job), random=RandomState.capture())
         import_before_group()  # once here, and not in every rank
-        if ForkLauncher._was_used:
-            import_compiler()  # likewise; the first launch would wait for it, whose ranks may not need it
+        if ForkLauncher._was_used:  # the first launch would wait for it, and its ranks may not need it
+            before = set(os.environ)
+            import_compiler()
+            for name in set(os.environ) - before:
+                del os.environ[name]  # torch sets it anew where it uses its compiler
         ForkLauncher._was_used = True
         # Without the pause more than one thread would hang in the first large kernel.
         return plan if openmp.pause() else replace(plan, threads=1)
