@@ -154,7 +154,7 @@ def join(
             store=store,
             secret=inherited or agree_on_secret(store, placement),
         )
-        world.count_group(store)
+        world.count_group()
         world.cleanup = cleanup.pop_all()
     activate(world)
     supervised = distwrap_environment.STORE in os.environ

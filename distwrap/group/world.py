@@ -167,14 +167,14 @@ class World:
         """
         timeout = timedelta(seconds=self.options.timeout)
         group: ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
-        if self.store is not None:
-            self.count_group(self.store)
+        self.count_group()
         return group
 
-    def count_group(self, store: Store) -> None:
+    def count_group(self) -> None:
         """Tell the others that this rank has made a group, as they do: none leaves before all have made its last."""
         self.groups += 1
-        count_in(store, f"group {self.groups}", self.placement.world_size)
+        if self.store is not None:
+            count_in(self.store, f"group {self.groups}", self.placement.world_size)
 
     @property
     def tells_others(self) -> bool:
