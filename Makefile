@@ -1,8 +1,10 @@
 # make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
 # make test: tests of everything, in at most five minutes on two cores.
-# make test-all: all tests, as CI runs them: those marked slow too, in some 35 minutes on two cores.
+# make test-all: tests of all that distwrap does, as CI runs them: those marked slow too, in some 20 minutes on two cores.
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
-#     once. ENGINES=deepspeed is one of them.
+#     once by make engines. ENGINES=deepspeed is one of them.
+# make test-exhaustive: what test-all and test-engines show, again: on more ranks, under more launchers, on pretended
+#     devices; takes as long as they do.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
 #     docs/guides/accelerators.md.
 # make test-versions: tests with each torch and Python of noxfile.py, in environments that are removed afterwards; takes
@@ -26,9 +28,9 @@ VENV ?= .venv
 # `pytest -n 0` is one after the other.
 JOBS ?= -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 5
 # Threads of a tensor's operation that wait for each other leave the core to the other tests.
-test test-all test-engines: export OMP_WAIT_POLICY ?= PASSIVE
+test test-all test-engines test-exhaustive: export OMP_WAIT_POLICY ?= PASSIVE
 # Each process would compile the tests anew.
-test test-all test-engines: export PYTHONDONTWRITEBYTECODE =
+test test-all test-engines test-exhaustive: export PYTHONDONTWRITEBYTECODE =
 # More words for pip, for example where a CPU build of torch is to be found.
 PIP_FLAGS ?=
 
@@ -36,24 +38,30 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all test-engines test-gpu test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
+.PHONY: demo test test-all engines test-engines test-exhaustive test-gpu test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/demo.py
 
 test: $(VENV)/.installed-test
-	$(bin)/python -m pytest $(JOBS) -m "not slow"
+	$(bin)/python -m pytest $(JOBS) -m "not slow and not exhaustive"
 
 test-all: $(VENV)/.installed-test
-	$(bin)/python -m pytest $(JOBS)
+	$(bin)/python -m pytest $(JOBS) -m "not exhaustive"
+
+test-exhaustive: TESTS = exhaustive
+test-exhaustive: $(VENV)/.installed-test test-engines
+	$(bin)/python -m pytest $(JOBS) -m exhaustive
 
 test-gpu:
 	$(PYTHON) -m pytest -m "gpu or cuda"
 
 ENGINES ?= deepspeed ray transformers torchft hivemind
-test-engines: $(ENGINES:%=$(VENV)-%/.installed)
+TESTS = not exhaustive
+engines: $(ENGINES:%=$(VENV)-%/.installed)
+test-engines: engines
 	set -e; for engine in $(ENGINES); do \
-		$(VENV)-$$engine/bin/python -m pytest tests/engines/test_untouched.py tests/engines/$$engine; done
+		$(VENV)-$$engine/bin/python -m pytest -m "$(TESTS)" tests/engines/test_untouched.py tests/engines/$$engine; done
 
 SESSIONS ?=
 test-versions: $(VENV)/.installed-versions

@@ -95,7 +95,7 @@ def _test(session: nox.Session, torch: str, tier: str, files: list[str]) -> None
     try:
         name = session.run("python", "-c", NAME, silent=True)
         session.run(
-            *("python", "-m", "pytest", "-m", "not slow", *chosen),
+            *("python", "-m", "pytest", "-m", "not slow and not exhaustive", *chosen),
             *(f"--junitxml={results}", "-o", f"junit_suite_name={tier}, {name}"),
         )
     finally:

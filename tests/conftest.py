@@ -28,12 +28,13 @@ from distwrap.devices.selection import visible_devices
 from distwrap.group import world
 from distwrap.launch import base, forkserver as server
 from distwrap.versions import TORCH
-from tests import interpreters
+from tests import exhaustive, interpreters
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
+COLLECTED: list[str] = []  # the ids of all tests that pytest has found, also of those that it leaves out
 
 os.environ["DISTWRAP_QUIET"] = "1"
 os.environ["DISTWRAP_TRACEBACK"] = "full"  # a test of this package fails because of the frames that users need not see
@@ -104,6 +105,14 @@ def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatc
     monkeypatch.setattr(base, "launch", checked)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what is for `make test-exhaustive` alone, before pytest selects by marks."""
+    COLLECTED.append(item.nodeid)
+    why = exhaustive.reason(item.nodeid)
+    if why is not None:
+        item.add_marker(pytest.mark.exhaustive(why))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Let a test that needs an accelerator run once for each number of devices that it names, or with one."""
     marker = metafunc.definition.get_closest_marker("gpu")
@@ -116,7 +125,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Find a place for what needs an accelerator, and refuse a slow test that does not say why it is slow."""
+    """Find a place for what needs an accelerator, and refuse a test out of `make test` that does not say why."""
     have = visible_devices().count
     if not have and any(item.get_closest_marker("gpu") for item in items):
         why = missing()
@@ -128,9 +137,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs NVIDIA's GPU, and this machine has none"))
         elif have and item.get_closest_marker("gpu") and item.callspec.params["devices"] > have:
             item.add_marker(pytest.mark.skip(reason=f"needs more accelerators than the {have} of this machine"))
-        for marker in item.iter_markers("slow"):
+        for marker in (*item.iter_markers("slow"), *item.iter_markers("exhaustive")):
             if not [word for word in marker.args if isinstance(word, str) and word.strip()]:
-                raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
+                example = '@pytest.mark.slow("500 launches")'
+                raise pytest.UsageError(f"{item.nodeid} is {marker.name} without a reason: {example}")
 
 
 @pytest.hookimpl(wrapper=True)

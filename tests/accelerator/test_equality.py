@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -262,20 +263,26 @@ WHOLE = ("fsdp", "pipeline")  # of the others it is asked what depends on how th
 OF_THE_CPU = ("ddp on four ranks", "pipeline, interleaved", "two pipelines", "auto")
 
 
-def cells() -> list[Any]:
-    """Return the matrix of the conformance suite, each cell with its number of devices.
+def cells() -> Iterator[Any]:
+    """Yield the matrix of the conformance suite: each cell with its number of devices, its heart, and then the rest.
 
     Of ddp2 the suite's nodes are pretended, on the CPU alone; a strategy by hand leaves the inputs to the loop.
     """
     left_out = ("ddp2", "by hand", "by hand, two pairs", *OF_THE_CPU)
-    chosen = [cell for cell in CELLS if cell.name not in left_out]
-    return [pytest.param(cell, cell.nprocs, id=cell.name) for cell in chosen if cell.nprocs in (1, 2, 4)]
+    for cell in CELLS:
+        if cell.name in left_out or cell.nprocs not in (1, 2, 4):
+            continue
+        whole = BEHAVIOURS if cell.name in WHOLE else HEART if cell.nprocs == 4 else cell.only or AGAIN
+        asked = set(whole) - set(cell.lacks)
+        again = pytest.mark.slow("a test of the CPU again, on pretended devices")
+        yield pytest.param(cell, cell.nprocs, HEART & asked, marks=again, id=f"{cell.name}, the heart")
+        if asked - HEART:
+            again = pytest.mark.exhaustive("some sixty behaviours, which the suite of the CPU shows too")
+            yield pytest.param(cell, cell.nprocs, asked - HEART, marks=again, id=cell.name)
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
-@pytest.mark.parametrize(("cell", "devices"), cells())
-@pytest.mark.slow("some seventy behaviours; the suite of the CPU has them too")
-def test_it_conforms(cell: Cell, devices: int) -> None:
+@pytest.mark.parametrize(("cell", "devices", "asked"), list(cells()))
+def test_it_conforms(cell: Cell, devices: int, asked: Collection[str]) -> None:
     """Each strategy behaves on devices as on the CPU, with which its numbers are compared."""
-    asked = BEHAVIOURS if cell.name in WHOLE else HEART if devices == 4 else cell.only or AGAIN
-    check_strategy(cell.strategy, devices, only=set(asked) - set(cell.lacks), refuses=cell.refuses)
+    check_strategy(cell.strategy, devices, only=asked, refuses=cell.refuses)

@@ -13,14 +13,15 @@ from tests.strategies.conformance import CELLS, HEART, Cell
 
 
 def parts() -> Iterator[Any]:
-    """Yield each cell with what is asked of it, or, of one that is not slow, with its heart and with the rest."""
+    """Yield each cell with its heart, and with the rest of what is asked of it, for a later tier of tests."""
     for cell in CELLS:
         asked = (set(cell.only) or BEHAVIOURS.keys()) - set(cell.lacks)
-        heart = set() if cell.slow else HEART & asked
-        if heart:
-            yield pytest.param(cell, heart, id=f"{cell.name}, the heart")
-        why = pytest.mark.slow(cell.slow or "some seventy behaviours")
-        yield pytest.param(cell, asked - heart, marks=why, id=cell.name)
+        heart, rest = HEART & asked, asked - HEART
+        of_heart = [pytest.mark.slow(cell.slow)] if cell.slow else []
+        of_rest = pytest.mark.exhaustive(cell.slow) if cell.slow else pytest.mark.slow("some seventy behaviours")
+        yield pytest.param(cell, heart, marks=of_heart, id=f"{cell.name}, the heart")
+        if rest:
+            yield pytest.param(cell, rest, marks=of_rest, id=cell.name)
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds

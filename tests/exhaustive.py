@@ -1,0 +1,166 @@
+"""What `make test-exhaustive` runs and `make test-all` does not, each with the test that shows the same there.
+
+A case is left out of `make test-all` where it costs seconds and another one runs the same lines of distwrap: on more
+ranks than there are cores, under a launcher that comes again in other tests, or with another seed. Three files choose
+by themselves: `strategies/test_conformance.py`, `accelerator/test_equality.py` and `faults/test_matrix.py`. A case is
+only for this table if a test can be named beside it.
+"""
+
+from __future__ import annotations
+
+# The beginning of a test's id, without `tests/`: what shows it in `make test-all`.
+EXHAUSTIVE = {
+    # On other machines and clusters.
+    "clusters/test_hosts.py::test_a_process_is_a_machine[dlc]": "[by hand], and environments/ reads the variables",
+    "clusters/test_hosts.py::test_a_process_is_a_machine[kubeflow]": "[by hand], and environments/ reads the variables",
+    "clusters/test_hosts.py::test_a_wrong_interface[^lo": "the other two interfaces",
+    "clusters/test_hosts.py::test_a_lost_host_is_told": "test_a_lost_host_zero_is_told",
+    "clusters/test_hosts.py::test_a_link_that_is_cut_for_a_moment": "test_a_link_that_is_cut",
+    "clusters/test_hosts.py::test_an_exception_crosses_hosts": "test_a_failure_under_torchrun_crosses_hosts",
+    "clusters/test_elastic.py::test_failed_ranks_start_again[spawn]": "[auto]",
+    "clusters/test_elastic.py::test_two_agents_of_torchrun_here": "test_under_torchrun",
+    "clusters/test_elastic.py::test_when_no_restart_is_left": "launch/test_elastic.py, on one host",
+    "clusters/test_slurm.py::test_two_nodes_and_four_tasks": "test_uneven_tasks",
+    "clusters/test_slurm.py::test_a_batch_script_without_a_step": "test_a_batch_script_with_two_steps_at_once",
+    "clusters/test_slurm_launcher.py::test_a_failure_comes_home[die while another computes": "[die-",
+    "clusters/test_slurm_launcher.py::test_a_failure_comes_home[all die": "[die-",
+    "clusters/test_slurm_launcher.py::test_a_job_of_one_rank": "test_a_call_comes_home_with_the_weights_of_one_process",
+    "clusters/test_looking.py::test_by_the_launchers_number[Open MPI]": "[torchrun]",
+    "clusters/test_looking.py::test_by_the_launchers_number[MPICH]": "[torchrun]",
+    "clusters/test_looking.py::test_two_hosts_with_a_kernel_each": "test_two_hosts_of_one_kernel",
+    "clusters/test_mpi.py::test_two_runs_of_two_ranks_here[mpich]": "test_mpich_over_two_hosts",
+    "clusters/test_mpi.py::test_open_mpi_over_two_hosts": "[open_mpi], on one host",
+    "clusters/test_secret.py::test_the_user_gives_one[trust]": "[a file]",
+    "clusters/test_hosts.py::test_hosts_with_other_numbers_of_ranks": "clusters/test_slurm.py, by uneven tasks",
+    "clusters/test_hosts.py::test_two_with_the_same_number": "launch/test_nodes.py::test_a_third_is_one_too_many",
+    "clusters/test_bytes.py::test_what_we_count_is_what_leaves_the_host": "comm/test_bytes.py, by what DDP sends",
+    # Under each launcher.
+    "group/test_signing.py::test_a_stranger_on_this_machine[torchrun]": "[mpirun], which starts ranks as it does",
+    "group/test_signing.py::test_a_stranger_on_this_machine[spawn]": "[forkserver]",
+    "group/test_teardown.py::test_nothing_is_said[torchrun by hand]": "[torchrun]",
+    "group/test_teardown.py::test_nothing_is_said[spawn]": "[forkserver]",
+    "launch/test_nodes.py::test_one_world_by_every_launcher[spawn]": "[forkserver]",
+    "launch/test_nodes.py::test_one_world_by_every_launcher[fork]": "test_what_comes_home",
+    "launch/test_script.py::test_two_calls_in_one_script[how1]": "the other two ways",
+    "launch/test_script_ends.py::test_a_failure[one fails, zero sleeps": "[one fails, zero waits",
+    "launch/test_script_ends.py::test_ctrl_c[one in a collective]": "[zero in a collective]",
+    "launch/test_script_ends.py::test_the_caller_is_ended[9]": "[15], and faults/test_matrix.py",
+    "launch/test_script_ends.py::test_where_are_they[1]": "[2]",
+    "launch/test_script_ends.py::test_a_rank_that_leaves_early[return]": "[sys.exit(0)]",
+    "launch/test_server.py::test_settings_are_the_callers[spawn-False]": "[forkserver-False]",
+    "launch/test_server.py::test_by_name[True-spawn]": "[True-forkserver] and [False-spawn]",
+    "launch/test_signals.py::test_ctrl_c_with_loader_workers[fork]": "[forkserver]",
+    "launch/test_signals.py::test_a_signal_that_ends_the_ranks[12]": "[15]",
+    "launch/test_elastic.py::test_a_signal_ends_the_ranks_too[2": "[15",
+    "launch/test_supervisor.py::test_a_killed_rank_is_named[11-spawn]": "[9-spawn]",
+    "launch/test_script_again.py::test_hydra[false]": "[true]",
+    "launch/test_script_again.py::test_argparse_and_another_folder[['./moves.py']]": "[['moves.py']]",
+    "data/test_lockstep.py::test_preemption_under[torchrun-15]": "[torchrun-12]",
+    "data/test_device_prefetch.py::test_copied_ahead_is_the_same[1 devices-False]": "[1 devices-True]",
+    "devices/test_of_device.py::test_ascend_trains_by_its_package": "test_torch_xlas_own_launch",
+    "engines/test_untouched.py::test_no_engine_is_imported_unless_it_is_chosen[spawn]": "[fork]",
+    "test_debugging.py::test_one_rank_has_the_terminal[forkserver-8]": "[fork-2] and [script-8]",
+    "test_equality.py::test_torchrun[4]": "[2]",
+    "test_equality.py::test_script[4]": "[2]",
+    "test_equality.py::test_processes_of_ours[spawn-4]": "[spawn-2]",
+    "timing/test_live.py::test_launchers[spawn]": "[elastic]",
+    "timing/test_report.py::test_the_report_of_a_run[launcher='spawn']": "[launcher='fork']",
+    "timing/test_report.py::test_the_report_of_a_run[launcher='script']": "[torchrun]",
+    "timing/test_report.py::test_the_report_of_a_run[launcher='elastic']": "[launcher='fork']",
+    "timing/test_report.py::test_the_report_of_a_run[variable]": "[option]",
+    # Engines.
+    "engines/deepspeed/test_conformance.py::test_it_conforms[1-3]": "[1-2]",
+    "engines/deepspeed/test_conformance.py::test_it_conforms[2-3]": "[2-2]",
+    "engines/deepspeed/test_conformance.py::test_it_conforms[3-3]": "[3-2]",
+    "engines/deepspeed/test_conformance.py::test_it_conforms_with_offload[1]": "[2] and [3]",
+    "engines/deepspeed/test_abilities.py::test_an_optimizer_on_nvme": "test_it_conforms_with_offload, in memory",
+    "engines/deepspeed/test_abilities.py::test_weights_in_bfloat16_on_nvme": "test_it_conforms_with_offload, in memory",
+    "engines/deepspeed/test_abilities.py::test_weights_in_float32_that_would": "test_a_missing_operator_is_told",
+    "engines/torchft/test_conformance.py::test_it_conforms[3]": "[2]",
+    "engines/torchft/test_benchmark.py": "test_a_lost_rank_comes_back",
+    "engines/torchft/test_torchft.py::test_collectives_in_each_step[kill1]": "test_a_lost_rank_comes_back, of any rank",
+    "engines/torchft/test_torchft.py::test_under_other_options[3-options2]": "other options, by the fork server",
+    "engines/torchft/test_torchft.py::test_loops_that_count[several_steps_an_element]": "[count_in_passes]",
+    "engines/hivemind/test_hivemind.py::test_loss_is_that_of_ddp[3-spawn]": "[2-fork]",
+    "engines/ray/test_ray.py::test_a_loop_on_two_nodes_ends_with_the_weights_of_one_process[4]": "[2]",
+    "engines/transformers/test_converted.py::test_the_converted_script_is_the_program[module_level]": "[basic]",
+    "engines/transformers/test_converted.py::test_the_converted_script_is_the_program[windows]": "[basic]",
+    "engines/transformers/test_transformers.py::test_each_trains_once[ways0-spawn]": "[ways0-forkserver]",
+    "engines/transformers/test_transformers.py::test_each_trains_once[ways1-spawn]": "[ways1-forkserver]",
+    # By each strategy, on more ranks and with more options.
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[ddp on": "[ddp]",
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[ddp2]": "[ddp], its code here",
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[zero1": "[zero2]",
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[fsdp on": "[fsdp]",
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[hsdp]": "[fsdp] and [fsdp+tp]",
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[cp]": "[fsdp+tp], its code here",
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[pipeline on": "[pipeline]",
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[by hand, two": "[by hand]",
+    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[tp]": "[fsdp+tp]",
+    "strategies/test_tensor_parallel.py::test_numbers_are_those_of_one_process[strategy3-4]": "[strategy2-4]",
+    "strategies/test_tensor_parallel.py::test_numbers_are_those_of_one_process[strategy1-2]": "[strategy2-4]",
+    "strategies/test_tensor_parallel.py::test_numbers_are_those_of_one_process[tp-3]": "[tp-2]",
+    "strategies/test_tensor_parallel.py::test_states_masks_and_vocabularies[strategy1-4]": "[tp-2]",
+    "strategies/test_context_parallel.py::test_numbers_are_those_of_one_process[strategy1-4]": "[cp-4]",
+    "strategies/test_context_parallel.py::test_numbers_are_those_of_one_process[cp-2]": "[cp-4]",
+    "strategies/test_fsdp.py::test_numbers_are_those_of_one_process[fsdp-3]": "[fsdp-2]",
+    "strategies/test_fsdp.py::test_numbers_are_those_of_one_process[strategy2-4]": "test_it_conforms[hsdp, the heart]",
+    "strategies/test_dropout_of_pieces.py::test_masks_are_apart_where_ranks_have_pieces[cp]": "[tp] and [by sequence]",
+    "strategies/test_divided_changes.py::test_changes_of_parts_are_those_of_one_process[strategy3-4]": "[strategy4-4]",
+    "timing/test_everywhere.py::test_a_slow_rank_under_every_strategy[FSDPStrategy(tensor_parallel=2": "[tp and [fsdp",
+    "timing/test_everywhere.py::test_a_slow_rank_under_every_strategy[cp": "[tp",
+    "comm/test_gradient_algorithms.py::test_like_the_reference_and_alike_on_all_ranks[3": "[4",
+    "comm/test_gradient_algorithms.py::test_like_the_reference_and_alike_on_all_ranks[5": "[4",
+    "comm/test_weight_algorithms.py::test_like_the_reference[5]": "[4]",
+    # On pretended devices, what the CPU shows too.
+    "accelerator/test_equality.py::test_exact_ways_are_one_process[None-4]": "[None-2]",
+    "accelerator/test_without_float64.py::test_the_suite[2 devices-zero2]": "[2 devices-ddp]",
+    "accelerator/test_without_float64.py::test_the_suite[2 devices-pipeline]": "[2 devices-ddp]",
+    "accelerator/test_without_float64.py::test_the_suite[2 devices-fsdp]": "[2 devices-ddp]",
+    "accelerator/test_over_devices.py::test_two_nodes_of_two_devices": "launch/test_nodes.py, on CPUs",
+    "accelerator/test_world.py::test_the_doctors_devices[4 devices]": "[1 devices]",
+    "accelerator/test_attacked.py::test_asynchronous_averages_beside_collectives_of_the_loop[2 devices-F": "[…-True]",
+    "comm/test_on_accelerator.py::test_every_algorithm_over_the_devices_backend[4 devices]": "[2 devices]",
+    # Long trainings, large sizes and other seeds.
+    "comm/test_training.py::test_digits[1]": "[0]",
+    "comm/test_training.py::test_digits[2]": "[0]",
+    "comm/test_training.py::test_language_model": "test_digits",
+    "checkpoint/test_between_runs.py::test_each_runs": "checkpoint/test_between_strategies.py, and test_resumed_run.py",
+    "guarded/test_scale.py::test_128_ranks": "faults/test_scale.py::test_64_ranks",
+    "guarded/test_scale.py::test_a_result_of_two_gigabytes": "launch/test_transport.py, with hundreds of megabytes",
+    "guarded/test_soak.py::test_a_long_training_takes_no_more_and_more": "faults/test_scale.py::test_launches_in_a_row",
+    "data/test_permutation.py::test_neighbours_are_independent[50]": "smaller sizes",
+    "data/test_permutation.py::test_every_number_is_as_likely_everywhere[50]": "[10]",
+    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[0-3]": "[0-2]",
+    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[2-3]": "[2-2]",
+    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[4-3]": "[4-2]",
+    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[6-3]": "[6-2]",
+    "programs/test_programs.py::test_programs_that_nobody_has_seen": "test_programs_give_the_numbers_of_one_process",
+    "convert/test_peers.py::test_nothing_is_done_or_found_twice[imagenet]": "the smaller programs",
+    "docs/test_docs.py::test_helpers_alone_fit_a_line[torchrun]": "test_readme_programs_run[torchrun]",
+    "docs/test_docs.py::test_language_model_learns_the_same": "strategies/test_equality_of_strategies.py",
+    "docs/test_pages.py::test_the_page_runs[docs/howto/hydra.md]": "launch/test_script_again.py::test_hydra",
+    "docs/test_pages.py::test_the_page_runs[docs/howto/several_machines.md]": "[docs/tutorial/several_nodes.md]",
+    "test_packaging.py::test_a_release_is_the_same_each_time": "`make check`, which builds one",
+    "test_packaging.py::test_tests_run_from_it": "test_everything_of_the_repository_is_in_it",
+    # Benchmarks that `make bench` runs: that they run.
+    "test_benchmarks.py::test_launch": "test_imports and test_step, by the same tools",
+    "test_benchmarks.py::test_clusters": "clusters/, which runs the same script",
+    "test_benchmarks.py::test_sharded": "test_step",
+    "test_benchmarks.py::test_slow_loops": "docs/test_notebooks.py[why_slow]",
+    "test_benchmarks.py::test_engines": "test_step",
+    "test_benchmarks.py::test_report": "test_step",
+    "test_benchmarks.py::test_slow_link": "docs/test_notebooks.py[slow_link]",
+}
+
+
+def reason(nodeid: str) -> str | None:
+    """Return why a test is for `make test-exhaustive` alone, or ``None``."""
+    begin = begin_of(nodeid)
+    return None if begin is None else f"{EXHAUSTIVE[begin]} shows it"
+
+
+def begin_of(nodeid: str) -> str | None:
+    """Return the beginning of a test's id that is in the table, or ``None``."""
+    within = nodeid.removeprefix("tests/")
+    return next((begin for begin in EXHAUSTIVE if within.startswith(begin)), None)
