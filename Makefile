@@ -1,6 +1,6 @@
 # make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
 # make test: tests of everything, in at most five minutes on two cores.
-# make test-all: tests of all that distwrap does, as CI runs them: those marked slow too, in some 20 minutes on two cores.
+# make test-all: tests of all that distwrap does, as CI runs them: those marked slow too, in some 25 minutes on two cores.
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once by make engines. ENGINES=deepspeed is one of them.
 # make test-exhaustive: what test-all and test-engines show, again: on more ranks, under more launchers, on pretended
@@ -59,9 +59,9 @@ test-gpu:
 ENGINES ?= deepspeed ray transformers torchft hivemind
 TESTS = not exhaustive
 engines: $(ENGINES:%=$(VENV)-%/.installed)
-test-engines: engines
-	set -e; for engine in $(ENGINES); do \
-		$(VENV)-$$engine/bin/python -m pytest -m "$(TESTS)" tests/engines/test_untouched.py tests/engines/$$engine; done
+test-engines: $(ENGINES:%=test-engine-%)
+test-engine-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/python -m pytest -m "$(TESTS)" tests/engines/test_untouched.py tests/engines/$*
 
 SESSIONS ?=
 test-versions: $(VENV)/.installed-versions

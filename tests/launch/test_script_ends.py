@@ -221,9 +221,11 @@ def test_where_are_they(calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         time.sleep(0.5)
         run.process.send_signal(signal.SIGQUIT)
         assert run.process.stderr is not None
-        lines = [run.process.stderr.readline()]
-        while "rank 1" not in lines[-1]:
-            lines.append(run.process.stderr.readline())
+        lines = []
+        for line in run.process.stderr:
+            lines.append(line)
+            if "rank 1" in line:
+                break
     assert re.search(r"where the ranks are:\n  rank 0 in barrier at program\.py:\d+\n  rank 1 in main", "".join(lines))
 
 

@@ -344,8 +344,8 @@ def test_what_an_engine_cannot_do_is_refused_by_name(how: str, message: str) -> 
 
 
 def test_it_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
-    """DeepSpeed prints nothing, unless it may."""
-    launch(DeepSpeedStrategy(stage=3), plain_loop)
+    """DeepSpeed prints nothing, unless it may, also where a rank imports it."""
+    launch(DeepSpeedStrategy(stage=3), plain_loop, launcher="spawn")
     assert capfd.readouterr() == ("", "")
     launch(DeepSpeedStrategy(stage=3, verbose=True), plain_loop)
     assert "DeepSpeed" in "".join(capfd.readouterr())
