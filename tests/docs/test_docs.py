@@ -17,6 +17,7 @@ from torch import nn
 
 import distwrap
 from tests.docs.pages import PYTHON, run_command
+from tests.measuring import measured_again
 from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parent.parent.parent
@@ -165,6 +166,8 @@ def test_language_model_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("trains an example to the end, three times")
+@pytest.mark.timeout(400)
+@measured_again
 def test_two_faults_are_found(tmp_path: Path) -> None:
     """The slow example's report names both its faults, until each is mended; the accuracy is the same."""
     told, accuracies = [], []
