@@ -139,10 +139,13 @@ $(VENV)-xla/.installed: setup.cfg setup.py
 	$(VENV)-xla/bin/python -m pip install $(pip_words) -e '.[test-xla]'
 	touch $@
 
+# Each finds torch and all else that tests need where they are installed already, and has its own packages before them.
 # DeepSpeed's setup wants torch at hand, and would build operators.
-$(VENV)-%/.installed: setup.cfg setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt torch numpy setuptools wheel ninja
+site_packages = "$$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+$(VENV)-%/.installed: setup.cfg setup.py constraints.txt $(VENV)/.installed-test
+	$(bin)/python -m venv $(VENV)-$*
+	echo $(call site_packages,$(bin)) > $(call site_packages,$(VENV)-$*/bin)/tests.pth
+	$(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt setuptools wheel
 	DS_BUILD_OPS=0 $(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt --no-build-isolation \
 		-e '.[test-$*]'
 	touch $@

@@ -58,9 +58,11 @@ def hits(model: nn.Module, loader: DataLoader) -> torch.Tensor:
 
 
 @distributed(nprocs=2, report=True)
-def main(epochs: int, workers: int, share_evaluation: bool) -> float:
+def main(epochs: int, test_samples: int, workers: int, share_evaluation: bool) -> float:
     torch.manual_seed(0)
-    train_set, test_set = random_split(Storage(seconds=0.001), [1437, 360], torch.Generator().manual_seed(0))
+    digits = Storage(seconds=0.001)
+    sizes = [len(digits) - test_samples, test_samples]
+    train_set, test_set = random_split(digits, sizes, torch.Generator().manual_seed(0))
     model = wrap_model(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ahead = {"num_workers": workers, "persistent_workers": workers > 0}
@@ -85,9 +87,10 @@ def main(epochs: int, workers: int, share_evaluation: bool) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train on handwritten digits, slowly.")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--test-samples", type=int, default=360)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--share-evaluation", action="store_true")
     args = parser.parse_args()
     began = time.perf_counter()
-    accuracy = main(args.epochs, args.workers, args.share_evaluation)
+    accuracy = main(args.epochs, args.test_samples, args.workers, args.share_evaluation)
     print(f"test accuracy {accuracy:.4f}, {time.perf_counter() - began:.1f} s")

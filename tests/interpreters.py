@@ -29,15 +29,23 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[1]
 
 _LENGTH = struct.Struct("Q")
 _STATUS = struct.Struct("i")
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "MALLOC_", "CUDA_")
-# Which a fork can do at its own start.
-_FOLLOWED = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"}
+# Which a fork can do at its own start, or which are read later.
+_FOLLOWED = (
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "PYTHON_EXEC",
+    "OMP_NUM_THREADS",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+)
 
 
 class Interpreter:
@@ -45,42 +53,56 @@ class Interpreter:
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
-        with theirs:
+        with theirs, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # to a name that Linux chooses, and that is no file
+            self.name: str = listener.getsockname()[1:].decode()
+            descriptors = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+                [sys.executable, "-c", f"from {__name__} import serve; serve(*{descriptors})"],
                 cwd=ROOT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._read_at_start = _read_at_start(os.environ)
+        self.read_at_start = _read_at_start(os.environ)
 
     def can_be(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
         """Return whether a fork can become the program: it wants no other start than this interpreter had."""
-        options, what, _ = _parsed(command)
-        return (
-            command[0] == sys.executable
-            and what not in ("", "-")
-            and all(option == "-W" for option, _ in options)
-            and _read_at_start(env) == self._read_at_start
-        )
+        return command[0] == sys.executable and can_be_forked(command, env, self.read_at_start)
 
     def start(self, command: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[IO[Any]]) -> Fork:
         """Start a fork, given the files that are its standard input, output and error."""
-        asked = json.dumps({"command": list(command), "cwd": cwd, "env": dict(env)}).encode()
-        read, write = os.pipe()
-        try:
-            socket.send_fds(self._control, [_LENGTH.pack(len(asked))], [*(file.fileno() for file in files), write])
-        finally:
-            os.close(write)
-        self._control.sendall(asked)
-        return Fork(read)
+        return ask(self._control, command, cwd, env, [file.fileno() for file in files])
 
     def close(self) -> None:
         """End the interpreter."""
         self._control.close()
         self._process.kill()
         self._process.wait()
+
+
+def can_be_forked(command: Sequence[str], env: Mapping[str, str], read_at_start: Mapping[str, str]) -> bool:
+    """Return whether a fork of an interpreter that had these variables at its start can become the program."""
+    options, what, _ = _parsed(command)
+    return (
+        what not in ("", "-")
+        and all(option in ("-W", "-u") for option, _ in options)
+        and _read_at_start(env) == read_at_start
+    )
+
+
+def ask(
+    connection: socket.socket, command: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[int]
+) -> Fork:
+    """Start a fork by a connection to the interpreter, given the descriptors of its input, output and error."""
+    asked = json.dumps({"command": list(command), "cwd": cwd, "env": dict(env)}).encode()
+    read, write = os.pipe()
+    try:
+        socket.send_fds(connection, [_LENGTH.pack(len(asked))], [*files, write])
+    finally:
+        os.close(write)
+    connection.sendall(asked)
+    return Fork(read)
 
 
 class Fork:
@@ -94,7 +116,7 @@ class Fork:
         self._status = status
         (self.pid,) = _STATUS.unpack(os.read(status, _STATUS.size))
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float | None) -> int | None:
         """Return the exit code; ``None`` if the program has not ended, which kills it."""
         try:
             ready, _, _ = select.select([self._status], [], [], seconds)
@@ -176,7 +198,9 @@ def _own_process(
 
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in env.items() if key.startswith(_READ_AT_START) and key not in _FOLLOWED}
+    return {
+        key: value for key, value in env.items() if key.startswith(_READ_AT_START) and not key.startswith(_FOLLOWED)
+    }
 
 
 def _parsed(command: Sequence[str]) -> tuple[list[tuple[str, str]], str, list[str]]:
@@ -189,42 +213,76 @@ def _parsed(command: Sequence[str]) -> tuple[list[tuple[str, str]], str, list[st
     return options, words.pop(0) if words else "", words
 
 
-def serve(fd: int) -> NoReturn:
+def serve(control_fd: int, listener_fd: int) -> NoReturn:
     """Fork a program for each that is asked for, and tell its end, until the caller goes.
 
     Args:
-        fd: descriptor of the socket that leads to the caller.
+        control_fd: descriptor of the socket that leads to the caller.
+        listener_fd: of the one to which other processes of this user connect, each for one program, which is killed
+            where they go before it has ended.
     """
     importlib.import_module("torch._dynamo")  # torch, with what comes with DDP and with the first optimizer
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sklearn.datasets")  # which takes as long, and gives programs of pages their digits
     gc.collect()
     gc.freeze()
     runpy.run_path(str(ROOT / "distwrap" / "launch" / "large_pages.py"))["use_large_pages"]()
-    control = socket.socket(fileno=fd)
-    programs: dict[int, tuple[int, int]] = {}  # process id and pipe of each, by what says that it has ended
+    control, listener = socket.socket(fileno=control_fd), socket.socket(fileno=listener_fd)
+    listener.listen()
+    callers = [control]
+    programs: dict[int, _Program] = {}  # by what says that it has ended
     while True:
-        for ready in select.select([control.fileno(), *programs], [], [])[0]:
-            if ready != control.fileno():
-                pid, status = programs.pop(ready)
+        for ready in select.select([listener, *callers, *programs], [], [])[0]:
+            if ready is listener:
+                callers += _of_this_user(listener)
+            elif ready in programs:
+                program = programs.pop(ready)
                 os.close(ready)
-                _tell(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                os.close(status)
-                continue
-            head, fds, _, _ = socket.recv_fds(control, _LENGTH.size, 4)
-            if not head:
-                os._exit(0)
-            asked = json.loads(control.recv(*_LENGTH.unpack(head), socket.MSG_WAITALL))
-            pid = os.fork()
-            if pid == 0:
-                for number, fd in enumerate(fds[:3]):
-                    os.dup2(fd, number)
-                for fd in (*fds, *programs, *(status for _, status in programs.values())):
+                _tell(program.status, os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1]))
+                os.close(program.status)
+            elif head_and_fds := _received(ready):
+                length, (*files, status) = head_and_fds
+                asked = json.loads(ready.recv(length, socket.MSG_WAITALL))
+                pid = os.fork()
+                if pid == 0:
+                    for number, fd in enumerate(files):
+                        os.dup2(fd, number)
+                    for fd in (*files, status, *programs, *(each.status for each in programs.values())):
+                        os.close(fd)
+                    for each in (listener, *callers):
+                        each.close()
+                    _become(asked["command"], asked["cwd"], asked["env"])
+                programs[os.pidfd_open(pid)] = _Program(pid, status, ready)
+                _tell(status, pid)
+                for fd in files:
                     os.close(fd)
-                control.close()
-                _become(asked["command"], asked["cwd"], asked["env"])
-            programs[os.pidfd_open(pid)] = (pid, fds[3])
-            _tell(fds[3], pid)
-            for fd in fds[:3]:
-                os.close(fd)
+            elif ready is control:
+                os._exit(0)
+            else:
+                for each in programs.values():
+                    if each.caller is ready:
+                        os.kill(each.pid, signal.SIGKILL)
+                callers.remove(ready)
+                ready.close()
+
+
+class _Program(NamedTuple):
+    pid: int
+    status: int
+    caller: socket.socket
+
+
+def _of_this_user(listener: socket.socket) -> list[socket.socket]:
+    """Return the connection that somebody wants, if that is the user of this process."""
+    connection, _ = listener.accept()
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return [connection] if user == os.getuid() else []
+
+
+def _received(caller: socket.socket) -> tuple[int, list[int]] | None:
+    """Return the length of what a caller asks for and the descriptors that come with it; ``None`` if it has gone."""
+    head, fds, _, _ = socket.recv_fds(caller, _LENGTH.size, 4)
+    return (*_LENGTH.unpack(head), fds) if head else None
 
 
 def _tell(pipe: int, number: int) -> None:
@@ -238,14 +296,15 @@ def _become(command: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
-    unbuffered = bool(env.get("PYTHONUNBUFFERED"))
+    options, what, words = _parsed(command)
+    unbuffered = bool(env.get("PYTHONUNBUFFERED")) or ("-u", "") in options
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _output(sys.stdout, 1, unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _output(sys.stderr, 2, unbuffered)  # type: ignore[misc]
     sys.orig_argv = command
-    options, what, words = _parsed(command)
-    sys.warnoptions += [value for _, value in options]
-    warnings._processoptions([value for _, value in options])  # type: ignore[attr-defined]
+    of_warnings = [value for option, value in options if option == "-W"]
+    sys.warnoptions += of_warnings
+    warnings._processoptions(of_warnings)  # type: ignore[attr-defined]
     first = {"-c": "", "-m": cwd}
     sys.path[0] = first[what] if what in first else str(Path(what).resolve().parent)
     sys.path[1:1] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from distwrap.network.waiting import wait_until
+from tests.forked_commands import COMMANDS, forked_commands
 from tests.interpreters import interpreter, run_python
 from tests.limits import SOON
 from tests.slow import INTERPRETERS, slow
@@ -87,3 +89,57 @@ def test_a_program_that_does_not_end_is_ended() -> None:
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+IN_A_SHELL = """
+import os, sys
+was_there = "torch" in sys.modules
+print(was_there, os.environ.get("RANK", "no rank"), sys.stdin.readline().strip(), sys.argv[1:], sys.flags.no_site)
+sys.exit(3)
+"""
+
+
+def in_a_shell(text: str, folder: Path) -> list[str]:
+    env = {**os.environ, **forked_commands()}
+    command = ["sh", "-c", text]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SOON, check=False)
+    return sorted(done.stdout.splitlines()) or done.stderr.splitlines()
+
+
+def test_commands_of_a_shell_are_forks(tmp_path: Path) -> None:
+    """A fork has the pipes and words of its command, and its exit code; what a fork cannot be is Python itself."""
+    (tmp_path / "probe.py").write_text(IN_A_SHELL)
+    assert in_a_shell("echo a line | python probe.py --lr 1; echo $?", tmp_path) == [
+        "3",
+        "True no rank a line ['--lr', '1'] 0",
+    ]
+    assert in_a_shell("echo a line | python -S probe.py; echo $?", tmp_path) == ["3", "False no rank a line [] 1"]
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_ranks_of_torchrun_are_forks(tmp_path: Path) -> None:
+    """Each has what torchrun gives it."""
+    (tmp_path / "probe.py").write_text(IN_A_SHELL.replace("3", "0"))
+    assert in_a_shell("torchrun --nproc-per-node=2 probe.py a", tmp_path) == [
+        f"True {rank}  ['a'] 0" for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_that_is_ended_ends_its_fork(number: int, tmp_path: Path) -> None:
+    """A signal to the command is one to the fork; where the command is killed, so is the fork."""
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    with subprocess.Popen(
+        ["python", "-c", program],
+        env={**os.environ, **forked_commands()},
+        executable=COMMANDS / "python",
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as command:
+        assert command.stdout is not None
+        fork = int(command.stdout.readline())
+        assert fork != command.pid
+        command.send_signal(number)
+        assert command.wait(SOON) == -number
+    assert wait_until(lambda: not Path(f"/proc/{fork}").exists(), SOON)

@@ -41,9 +41,13 @@ _LOST_PEER = (
     "Horovod has been shut down",
 )
 
+# In what a rank says that fails because of another one, which it names.
+NAMED = "failed first: "
+
 # What is raised on the ranks that wait for one that fails: our other errors are no secondary failures.
 _OF_ANOTHER = re.compile(
-    r"distwrap\.errors\.WorkerError: rank \d+"
+    rf"distwrap\.errors\.WorkerError: rank \d+ on \S+ lost the connection to a rank that {NAMED}"
+    r"|distwrap\.errors\.WorkerError: rank \d+"
     r"((, which goes first, failed| ended) inside | waits for the work of rank \d+, which has failed)"
     r"|distwrap\.errors\.CollectiveError: rank \d+: ranks? [\d, and-]+ of this pipeline raised "
     r"|distwrap\.errors\.(Worker|Loader)Error: rank \d+, which reads for all ranks "
@@ -137,7 +141,7 @@ def explained(error: BaseException) -> BaseException:
             return error
         time.sleep(LAUNCHER_SECONDS)
         better = WorkerError(
-            f"{here} lost the connection to a rank that failed first: {first}", rank=first.rank, host=first.host
+            f"{here} lost the connection to a rank that {NAMED}{first}", rank=first.rank, host=first.host
         )
     else:
         return error

@@ -137,7 +137,7 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
     remote = WorkerTraceback(f"{where} raised:\n\n{cause.traceback}{also}", **known) if cause.traceback else None
     if remote is not None:
         remote.is_secondary = cause.is_secondary
-    if finished and cause.is_secondary:
+    if finished and cause.is_secondary and failures.NAMED not in cause.summary:
         raise CollectiveError(
             f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. "
             "Every rank must call the same collectives: look for a branch, a break, a sys.exit or a loop that "

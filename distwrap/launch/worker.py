@@ -274,7 +274,7 @@ def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
 def _lost(first: Failure, link: LauncherLink, rank: int) -> None:
     """Report that this process ends because another rank has failed; called in the side channel's thread."""
     _is_lost.set()
-    error = WorkerError(f"rank {rank} was ended, since another failed first: {first}", rank=rank)
+    error = WorkerError(f"rank {rank} was ended, since another {failures.NAMED}{first}", rank=rank)
     link.report(replace(failure(rank, error), is_secondary=True))
 
 

@@ -11,7 +11,6 @@ import runpy
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.docs.pages import DOCS, ROOT, RUN_BY_PYTHON, blocks_of
+from tests.forked_commands import forked_commands
 from tests.interpreters import run_python
 from tests.ports import free_port
 
@@ -55,7 +55,7 @@ def trained_by(
         # The port of the programs that name one belongs to somebody else when tests run beside each other.
         (folder / path.name).write_text(path.read_text().replace("12355", str(free_port())))
     here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DISTWRAP_QUIET": "1", **(environment or {})}
-    here["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    here |= forked_commands()
     for command in commands:
         words = command.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
         ended, printed = _ended(words, folder, here, seconds)

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.forked_commands import forked_commands, own_commands
 from tests.interpreters import run_python
 from tests.ports import free_port
 
@@ -32,7 +33,11 @@ DOCS = ROOT / "docs"
 # torch.compile imports what torch itself no longer wants.
 PYTHON = [sys.executable, "-W", "error", "-W", "ignore:`torch.jit:DeprecationWarning"]
 # Commands of a page that need no shell.
-RUN_BY_PYTHON = {"python": [sys.executable], "distwrap": [sys.executable, "-m", "distwrap"]}
+RUN_BY_PYTHON = {
+    "python": [sys.executable],
+    "distwrap": [sys.executable, "-m", "distwrap"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
 # Languages of blocks that nobody would run.
 NO_CODE = {"", "text", "diff", "mermaid", "pycon"}
 
@@ -153,7 +158,6 @@ def _run(command: list[str], folder: Path, seconds: float) -> str:
         command,
         folder,
         seconds,
-        PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         OMP_NUM_THREADS="1",  # threads that wait for each other take minutes on cores that are busy
         PORT=str(free_port()),
     )
@@ -168,7 +172,8 @@ def run_command(command: list[str], folder: Path, seconds: float = 100, **env: s
         seconds: its limit.
         **env: variables beside those of this process.
     """
-    env = {**os.environ, "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", **env}  # two ranks' lines come out whole
+    commands = forked_commands() if "$!" not in command[-1] else own_commands()  # a process that it means itself
+    env = {**os.environ, "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", **commands, **env}  # lines come out whole
     if command[0] == sys.executable:
         done = run_python(*command[1:], cwd=folder, env=env, timeout=seconds)
     else:

@@ -190,6 +190,7 @@ def test_a_collective_in_rank_zero_first() -> None:
             True,
         ),
         ("distwrap.errors.WorkerError: rank 0 ended inside rank_zero_only(main): ValueError", True),
+        ("distwrap.errors.WorkerError: rank 0 on n lost the connection to a rank that failed first: rank 1", True),
         ("distwrap.errors.WorkerError: on n2: OSError: Broken pipe", False),
         ("distwrap.errors.WorkerDiedError: node 1 is gone: Broken pipe", False),
         ("ValueError: no", False),

@@ -16,7 +16,7 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from distwrap.group import failures
-from distwrap.launch.outcome import Outcome, death, first_cause
+from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
 from distwrap.testing import run_ranks
 from tests.limits import SOON
 from tests.slow import INTERPRETERS, slow
@@ -42,6 +42,17 @@ def test_an_echo_is_never_the_cause() -> None:
     assert first_cause([echo, end]) is end
     assert first_cause([echo, error]) is error
     assert first_cause([echo]) is echo
+
+
+def test_an_echo_that_names_the_cause_gives_way_to_it_alone() -> None:
+    """A rank that names the one it has lost gives way to that one's own end; ranks that had left lost nothing by it."""
+    echo = told(
+        0, 1.0, "distwrap.errors.WorkerError: rank 0 on host lost the connection to a rank that failed first: rank 1"
+    )
+    end = death(1, 2, -9)
+    assert first_cause([echo, end]) is end
+    with pytest.raises(WorkerError, match="a rank that failed first: rank 1"):
+        raise_failure([echo], finished=[2])
 
 
 @pytest.mark.parametrize("launcher", QUICK)
