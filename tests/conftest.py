@@ -31,6 +31,7 @@ from distwrap.versions import TORCH
 from tests import exhaustive, interpreters
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
+from tests.imported_once import import_in_server
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
@@ -64,8 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _warm() -> None:
     """Start once what stays on purpose: interpreters to fork, the pipe of torch's store, multiprocessing's tracker."""
     interpreters.interpreter()
-    # What a file of tests imports, each rank would import again.
-    server._SERVER = server._SERVER.replace("prepare()", "prepare(); import hypothesis, pytest")
+    import_in_server("hypothesis", "pytest")  # as files of tests do
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
     server.warm_server()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 from distwrap.errors import ModelError, OptionError
 from tests import retrofitted
+from tests.forked_commands import forked_commands
 from tests.slow import INTERPRETERS, slow
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +88,7 @@ def test_in_a_script_that_is_run_again(tmp_path: Path) -> None:
 def test_under_an_outer_launcher(tmp_path: Path) -> None:
     """In processes that torchrun started, each call joins, and the objects are trained in place, without a warning."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = run_script("external", tmp_path / "state.pt", *torchrun, OMP_NUM_THREADS="1")
+    process = run_script("external", tmp_path / "state.pt", *torchrun, OMP_NUM_THREADS="1", **forked_commands())
     errors = process.communicate(timeout=90)[1]
     assert process.returncode == 0, errors
     assert "Warning" not in errors

@@ -1,8 +1,8 @@
-"""The fork server has DeepSpeed, which each rank would import anew: it takes a core more than three seconds."""
+"""The fork server has DeepSpeed."""
 
 from __future__ import annotations
 
-from distwrap.launch import forkserver as server
 from tests.engines.deepspeed import imported
+from tests.imported_once import import_in_server
 
-server._SERVER = server._SERVER.replace("prepare()", f"prepare(); import {imported.__name__}")
+import_in_server(imported.__name__)

@@ -1,7 +1,7 @@
-"""The fork server has torchft, which each rank would import anew: it takes a core more than three seconds."""
+"""The fork server has torchft."""
 
 from __future__ import annotations
 
-from distwrap.launch import forkserver as server
+from tests.imported_once import import_in_server
 
-server._SERVER = server._SERVER.replace("prepare()", "prepare(); import torchft")
+import_in_server("torchft")
