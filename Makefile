@@ -1,8 +1,8 @@
 # make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
 # make test: tests of everything, in at most five minutes on two cores.
 # make test-all: tests of all that distwrap does, as CI runs them: those marked slow too, in some 25 minutes on two cores.
-# make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
-#     once by make engines. ENGINES=deepspeed is one of them.
+# make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package.
+#     ENGINES=deepspeed is one of them.
 # make test-exhaustive: what test-all and test-engines show, again: on more ranks, under more launchers, on pretended
 #     devices; takes as long as they do.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
@@ -38,7 +38,7 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all engines test-engines test-exhaustive test-gpu test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
+.PHONY: demo test test-all test-engines test-exhaustive test-gpu test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/demo.py
@@ -58,7 +58,6 @@ test-gpu:
 
 ENGINES ?= deepspeed ray transformers torchft hivemind
 TESTS = not exhaustive
-engines: $(ENGINES:%=$(VENV)-%/.installed)
 test-engines: $(ENGINES:%=test-engine-%)
 test-engine-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python -m pytest -m "$(TESTS)" tests/engines/test_untouched.py tests/engines/$*
@@ -139,15 +138,15 @@ $(VENV)-xla/.installed: setup.cfg setup.py
 	$(VENV)-xla/bin/python -m pip install $(pip_words) -e '.[test-xla]'
 	touch $@
 
-# Each finds torch and all else that tests need where they are installed already, and has its own packages before them.
+# Each finds distwrap, torch and all else that tests need where they are installed already, after its own packages.
 # DeepSpeed's setup wants torch at hand, and would build operators.
-site_packages = "$$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+site_packages = $$($(1)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 $(VENV)-%/.installed: setup.cfg setup.py constraints.txt $(VENV)/.installed-test
 	$(bin)/python -m venv $(VENV)-$*
-	echo $(call site_packages,$(bin)) > $(call site_packages,$(VENV)-$*/bin)/tests.pth
+	echo "import site; site.addsitedir('$(call site_packages,$(bin))')" > "$(call site_packages,$(VENV)-$*/bin)/tests.pth"
 	$(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt setuptools wheel
 	DS_BUILD_OPS=0 $(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt --no-build-isolation \
-		-e '.[test-$*]'
+		'distwrap[test-$*]'
 	touch $@
 
 clean:

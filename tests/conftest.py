@@ -53,9 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make ready what all tests share.
 
     Byte code is written as pip does, also where PYTHONDONTWRITEBYTECODE is set: a thousand interpreters read it. And
-    Ctrl-C is heard, which programs ignore that are started from a script in the background.
+    Ctrl-C and Ctrl-\\ are heard, which programs ignore that are started from a script in the background.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if not hasattr(config, "workerinput"):
         for folder in (Path(distwrap.__file__).parent, Path(__file__).parent):
             compileall.compile_dir(folder, quiet=2)

@@ -117,6 +117,8 @@ EXHAUSTIVE = {
     "timing/test_everywhere.py::test_a_slow_rank_under_every_strategy[FSDPStrategy(tensor_parallel=None": "[fsdp",
     "timing/test_everywhere.py::test_a_slow_rank_under_every_strategy[cp": "[tp",
     "strategies/test_conformance.py::test_it_conforms[ddp on one rank, the heart]": "every cell, whose suite has one",
+    "strategies/test_conformance.py::test_it_conforms[auto in little memory, the heart]": "[fsdp, the heart]",
+    "strategies/test_conformance.py::test_it_conforms[pipeline on three ranks, the heart]": "[pipeline, the heart]",
     "strategies/test_conformance.py::test_it_conforms[fsdp on three ranks, the heart]": "[fsdp, the heart]",
     "strategies/test_conformance.py::test_it_conforms[zero1 on three ranks, the heart]": "[zero1, the heart]",
     "comm/test_gradient_algorithms.py::test_like_the_reference_and_alike_on_all_ranks[3": "[4",

@@ -189,19 +189,25 @@ def connect(address: str, ports: list[int], job: str, seconds: float, who: str) 
             print_notice(f"{who} on {socket.gethostname()} waits for rank 0 at {address} for {waited:.0f} s ({why})")
 
     strangers: list[int] = []
+    hung_up: set[int] = set()
     while True:
         left = seconds - (time.monotonic() - start)
         numeric, port = connectivity.reach(address, [p for p in ports if p not in strangers] or ports, left, notice)
+        asked = time.monotonic()
         store = _round_trip(numeric, port, job, seconds)
         if store is not None:
             return store, port
-        if not connectivity.answers(numeric, port):
-            continue  # it was the store of an earlier group, which rank 0 has closed meanwhile
+        # The store of an earlier group, which rank 0 has closed meanwhile; it may hold the next one's already.
+        first_time = time.monotonic() - asked < _ROUND_TRIP_SECONDS and port not in hung_up
+        if first_time or not connectivity.answers(numeric, port):
+            hung_up.add(port)
+            continue
         strangers.append(port)
         if time.monotonic() - start > seconds or len(ports) == 1:
             raise ArrivalError(
                 f"{who} on {socket.gethostname()}: a program listens at {address} port {port}, but it is not "
-                f"rank 0 of this run (it did not answer within {_ROUND_TRIP_SECONDS:g} s). Choose another MASTER_PORT."
+                f"rank 0 of this run (it hung up, or did not answer within {_ROUND_TRIP_SECONDS:g} s). Choose another "
+                "MASTER_PORT."
             )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError
 from distwrap.network import stores
+from distwrap.versions import SERVERS_TAKE_SOCKETS
 from tests.clusters.running import environment
 from tests.interpreters import run_python
 from tests.limits import SOON
@@ -58,6 +61,30 @@ def test_a_port_that_is_refused_for_an_instant_is_asked_for_again() -> None:
     timer.join()
     assert found == port
     del store
+
+
+@pytest.mark.skipif(not SERVERS_TAKE_SOCKETS, reason="torch cannot listen at a socket that it is given")
+def test_a_store_that_closes_as_the_next_one_opens_is_no_stranger() -> None:
+    """The connection to an earlier group's store ends, and the port answers all the time."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, held = listener.getsockname()[1], []
+
+    def serve(descriptor: int) -> None:
+        held.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor))
+
+    def be_rank_zero() -> None:
+        time.sleep(0.5)
+        held.clear()
+        serve(listener.detach())
+        held[0].set("job", "mine")
+
+    serve(os.dup(listener.fileno()))  # it has no name yet, for which rank 1 waits
+    thread = threading.Thread(target=be_rank_zero)
+    thread.start()
+    try:
+        assert stores.connect("127.0.0.1", [port], "mine", 10, "rank 1")[1] == port
+    finally:
+        thread.join()
 
 
 @pytest.mark.slow("waits for a limit to pass")
