@@ -177,7 +177,7 @@ def _trained() -> tuple[dict[str, float], str]:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_numbers_are_those_of_one_process(strategy: Any, ranks: int) -> None:
     """Causal, bidirectional, rotated, padded, grouped and crossed attention train to the weights of one process."""
-    found, table = distributed(nprocs=ranks, strategy=strategy)(_trained)()
+    found, table = distributed(nprocs=ranks, strategy=strategy, launcher="forkserver")(_trained)()
     assert max(found.values()) < 1e-9, found
     assert "whole, gradients summed" in table
 

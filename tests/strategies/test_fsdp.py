@@ -149,7 +149,7 @@ def _many_ways() -> dict[str, float]:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_numbers_are_those_of_one_process(strategy: Any, ranks: int) -> None:
     """Units of any choice, activations computed again, methods that train: the weights are those of one process."""
-    for found in distributed(nprocs=ranks, strategy=strategy, returns="all")(_many_ways)():
+    for found in distributed(nprocs=ranks, strategy=strategy, launcher="forkserver", returns="all")(_many_ways)():
         assert max(found.values()) < 1e-9, found
         assert len(found) == 9
 
@@ -368,7 +368,7 @@ def _everything() -> dict[str, Any]:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_loop_finds_what_it_expects() -> None:
     """Clips, windows, states, buffers, precisions, hooks, copies: right, or refused by name."""
-    for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_everything)():
+    for found in distributed(nprocs=2, strategy="fsdp", launcher="forkserver", returns="all")(_everything)():
         distance, first, last = found["clipped"]
         assert distance < 1e-9
         assert first == pytest.approx(float(_norm_alone()), rel=1e-9) != last

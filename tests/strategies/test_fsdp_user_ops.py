@@ -171,7 +171,7 @@ def _everything() -> dict[str, float]:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_every_backward_is_exchanged() -> None:
     """Objects, attributes, views, methods, and changes between forwards: the numbers are those of one process."""
-    for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_everything)():
+    for found in distributed(nprocs=2, strategy="fsdp", launcher="forkserver", returns="all")(_everything)():
         assert max(found.values()) < 1e-9, found
         assert len(found) == 19
 
@@ -393,7 +393,7 @@ def _other_uses() -> dict[str, float]:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_other_uses_are_right_or_refused() -> None:
     """Lists of parameters, torch.save, parameter.data, changes in a forward, hooks, windows that are left."""
-    for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_other_uses)():
+    for found in distributed(nprocs=2, strategy="fsdp", launcher="forkserver", returns="all")(_other_uses)():
         assert max(found.values()) < 1e-9, found
         assert len(found) == 5
 

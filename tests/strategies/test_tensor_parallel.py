@@ -117,7 +117,7 @@ def _trained() -> tuple[dict[str, float], dict[str, str]]:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_numbers_are_those_of_one_process(strategy: Any, ranks: int) -> None:
     """Blocks as in Llama, GPT and torch train to the weights of one process, clipped and accumulated."""
-    found, tables = distributed(nprocs=ranks, strategy=strategy)(_trained)()
+    found, tables = distributed(nprocs=ranks, strategy=strategy, launcher="forkserver")(_trained)()
     assert max(found.values()) < 1e-9, found
     assert len(found) == len(KINDS) * (2 if ranks == 2 else 1)
     ranks = 3 if ranks == 3 else 2

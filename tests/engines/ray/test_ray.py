@@ -21,6 +21,8 @@ from distwrap.launch.ray import RayLauncher
 from tests.engines.ray.weights import assert_close, one_process
 from tests.engines.regression import data, net, trained
 
+pytestmark = pytest.mark.timeout(400)  # Ray starts a dozen processes a cluster, which busy cores take minutes for
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[Cluster]:

@@ -17,6 +17,8 @@ from tests.engines.ray.real_node import RealNode, wait_for_nodes
 from tests.engines.ray.weights import assert_close, one_process
 from tests.engines.regression import net, trained
 
+pytestmark = pytest.mark.timeout(400)  # Ray starts a dozen processes a cluster, which busy cores take minutes for
+
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RealNode]:
