@@ -240,9 +240,8 @@ def serve(control_fd: int, listener_fd: int) -> NoReturn:
                 os.close(ready)
                 _tell(program.status, os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1]))
                 os.close(program.status)
-            elif head_and_fds := _received(ready):
-                length, (*files, status) = head_and_fds
-                asked = json.loads(ready.recv(length, socket.MSG_WAITALL))
+            elif received := _received(ready):
+                asked, (*files, status) = received
                 pid = os.fork()
                 if pid == 0:
                     for number, fd in enumerate(files):
@@ -279,10 +278,10 @@ def _of_this_user(listener: socket.socket) -> list[socket.socket]:
     return [connection] if user == os.getuid() else []
 
 
-def _received(caller: socket.socket) -> tuple[int, list[int]] | None:
-    """Return the length of what a caller asks for and the descriptors that come with it; ``None`` if it has gone."""
+def _received(caller: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return what a caller asks for and the descriptors that come with it; ``None`` if it has gone."""
     head, fds, _, _ = socket.recv_fds(caller, _LENGTH.size, 4)
-    return (*_LENGTH.unpack(head), fds) if head else None
+    return (json.loads(caller.recv(*_LENGTH.unpack(head), socket.MSG_WAITALL)), fds) if head else None
 
 
 def _tell(pipe: int, number: int) -> None:

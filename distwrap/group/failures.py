@@ -46,9 +46,9 @@ NAMED = "failed first: "
 
 # What is raised on the ranks that wait for one that fails: our other errors are no secondary failures.
 _OF_ANOTHER = re.compile(
-    rf"distwrap\.errors\.WorkerError: rank \d+ on \S+ lost the connection to a rank that {NAMED}"
-    r"|distwrap\.errors\.WorkerError: rank \d+"
-    r"((, which goes first, failed| ended) inside | waits for the work of rank \d+, which has failed)"
+    r"distwrap\.errors\.WorkerError: rank \d+"
+    rf"( on \S+ lost the connection to a rank that {NAMED}"
+    r"|(, which goes first, failed| ended) inside | waits for the work of rank \d+, which has failed)"
     r"|distwrap\.errors\.CollectiveError: rank \d+: ranks? [\d, and-]+ of this pipeline raised "
     r"|distwrap\.errors\.(Worker|Loader)Error: rank \d+, which reads for all ranks "
 )

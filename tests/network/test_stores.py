@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_a_port_that_is_refused_for_an_instant_is_asked_for_again() -> None:
     del store
 
 
+def found_beside(be_rank_zero: Callable[[], None], port: int) -> int:
+    """Return at which port rank 1 finds the store, while a thread does what rank 0 does."""
+    thread = threading.Thread(target=be_rank_zero)
+    thread.start()
+    try:
+        return stores.connect("127.0.0.1", [port], "mine", 10, "rank 1")[1]
+    finally:
+        thread.join()
+
+
 @pytest.mark.skipif(not SERVERS_TAKE_SOCKETS, reason="torch cannot listen at a socket that it is given")
 def test_a_store_that_closes_as_the_next_one_opens_is_no_stranger() -> None:
     """The connection to an earlier group's store ends, and the port answers all the time."""
@@ -79,12 +90,7 @@ def test_a_store_that_closes_as_the_next_one_opens_is_no_stranger() -> None:
         held[0].set("job", "mine")
 
     serve(os.dup(listener.fileno()))  # it has no name yet, for which rank 1 waits
-    thread = threading.Thread(target=be_rank_zero)
-    thread.start()
-    try:
-        assert stores.connect("127.0.0.1", [port], "mine", 10, "rank 1")[1] == port
-    finally:
-        thread.join()
+    assert found_beside(be_rank_zero, port) == port
 
 
 @pytest.mark.slow("waits for a limit to pass")
@@ -100,12 +106,7 @@ def test_a_store_that_closes_just_now_is_no_stranger(monkeypatch: pytest.MonkeyP
         time.sleep(2.5)
         held.append(stores.serve("127.0.0.1", [port], "mine", 10))
 
-    thread = threading.Thread(target=be_rank_zero)
-    thread.start()
-    try:
-        assert stores.connect("127.0.0.1", [port], "mine", 10, "rank 1")[1] == port
-    finally:
-        thread.join()
+    assert found_beside(be_rank_zero, port) == port
 
 
 def test_ports_follow_from_the_job() -> None:
