@@ -28,7 +28,7 @@ from distwrap.errors import WorkerError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join, teardown_process_group
-from distwrap.group.world import current_world
+from distwrap.group.world import active_world, current_world
 from distwrap.launch import transport
 from distwrap.launch.callers_models import given_models, say_what_stays
 from distwrap.launch.outcome import Exit, Outcome, failure, success
@@ -133,8 +133,16 @@ def work(link: LauncherLink, task: Task | None = None, *, finish: Callable[[], N
     except FailureTold:
         return 1
     link.report(success(rank, value))  # before the goodbye: who waits for us in vain can be told of our end
+    _say_from_now_on()
     finish()
     return 0
+
+
+def _say_from_now_on() -> None:
+    """Let the side channel print why this process ends, now that its launcher hears no more of it."""
+    world = active_world()
+    if world is not None and world.channel is not None:
+        world.channel.on_stall = world.channel.failures.on_loss = None
 
 
 def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes | None:

@@ -7,10 +7,13 @@ thousandth of the time. Where no average shows the position, in ``eval()``, befo
 and at the end of the run, ranks are compared that have come to the same one.
 """
 
+from __future__ import annotations
+
 import time
 import weakref
 from collections import Counter, deque
 from itertools import chain, zip_longest
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -27,6 +30,9 @@ from distwrap.model.watch import SHARE, Watch, is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.seeding import mix
 from distwrap.supervision.activity import Activity
+
+if TYPE_CHECKING:
+    from distwrap.strategies.base import Strategy
 
 _FREE_PAUSES = 8  # which may take any time
 _WRAPS = 8  # after which a model that is gone has been compared, and is forgotten
@@ -47,7 +53,7 @@ class ModelWatch(Watch):
         has_regrouped: whether DDP has begun to agree on groups of gradients, in the first forward after an average.
     """
 
-    def __init__(self, model: nn.Module, drift: "Drift", name: str, key: str, ranks: list[int], by_steps: bool) -> None:
+    def __init__(self, model: nn.Module, drift: Drift, name: str, key: str, ranks: list[int], by_steps: bool) -> None:
         self._model = weakref.ref(model)
         net = unwrap_model(model)
         self._inner = net if net is not model else None
@@ -68,8 +74,12 @@ class ModelWatch(Watch):
 
     @property
     def begun(self) -> int:
-        """Twice the number of averages; one more where the first has been, and DDP's one exchange in a forward too."""
-        return 2 * self.averages + (self.averages == 1 and self.has_regrouped)
+        """Twice the number of averages; one more where the first has been, and DDP's one exchange in a forward too.
+
+        Zero where steps show it, which the run counts: this watch may see more or fewer of them than another rank's,
+        on which the model is gone later or sooner.
+        """
+        return 0 if self._by_steps else 2 * self.averages + (self.averages == 1 and self.has_regrouped)
 
     def average(self) -> None:
         """Count an average that begins now, in which all ranks use the same weights."""
@@ -197,7 +207,7 @@ class OutsiderWatch(Watch):
     unit = "steps"
     way_out = " If it is each rank's own on purpose, say wrap_optimizer(optimizer, apart=True)."
 
-    def __init__(self, optimizer: Optimizer, drift: "Drift", name: str, key: str, ranks: list[int]) -> None:
+    def __init__(self, optimizer: Optimizer, drift: Drift, name: str, key: str, ranks: list[int]) -> None:
         self.optimizer, self._drift = weakref.ref(optimizer), drift
         super().__init__(drift.world, name, key, ranks)
 
@@ -233,6 +243,8 @@ class Drift(RunPart):
         self.watches: list[ModelWatch] = []
         self._gone: deque[list[ModelWatch]] = deque(maxlen=_WRAPS)  # those that went from one wrap to the next
         self._averages_of_gone = self._begun_of_gone = self._eras_of_gone = 0
+        self._by_steps: list[Strategy] = []  # strategies of models for which steps are counted
+        self._steps = 0  # of optimizers with these strategies
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
         self.apart: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -240,7 +252,7 @@ class Drift(RunPart):
 
     def _begun(self) -> tuple[int, int]:
         """Return how often averages were counted anew, and what the models have begun; for the channel's thread."""
-        begun = self._begun_of_gone + sum(watch.begun for watch in self.watches)
+        begun = self._begun_of_gone + sum(watch.begun for watch in self.watches) + 2 * self._steps
         return self._eras_of_gone + sum(watch.era for watch in self.watches), begun
 
     @property
@@ -263,10 +275,15 @@ class Drift(RunPart):
         key = f"model {self.world.count('watch over a model')}"
         watch = ModelWatch(model, self, self._name(kind), key, ranks, by_steps)
         self.watches.append(watch)
+        strategy = bound_strategy(model)
+        if by_steps and strategy is not None and strategy not in self._by_steps:
+            self._by_steps.append(strategy)
         return watch
 
     def step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step."""
+        if self._by_steps and bound_strategy(optimizer) in self._by_steps:
+            self._steps += 1
         for watch in self.watches:
             watch.step(optimizer)
         if optimizer in self._outsiders:

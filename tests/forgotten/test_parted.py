@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import distwrap as dw
 from distwrap.errors import DriftError, WorkerError, WorkerTimeoutError
-from distwrap.group.world import current_world
+from distwrap.group.world import RunPart, current_world
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.order_check import parted
 from distwrap.testing import run_ranks
@@ -313,3 +314,51 @@ def counts_anew() -> bool:
 def test_ranks_that_count_anew_have_not_parted() -> None:
     """What a rank has begun before all of them count anew is compared with nothing that comes after."""
     assert all(run_ranks(counts_anew, 2))
+
+
+def keeps_a_model() -> float:
+    def trained(steps: int) -> nn.Module:
+        model = dw.wrap_model(nn.Linear(4, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.ones(8, 4)).square().mean().backward()
+            optimizer.step()
+        return model
+
+    kept = [trained(1)]
+    if dw.rank() == 0:
+        kept.clear()
+        gc.collect()
+    trained(5)
+    if dw.rank() == 1:
+        time.sleep(3)
+    return dw.mean(1.0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.slow("waits until ranks compare what they have begun")
+def test_a_model_that_is_gone_on_one_rank_alone(strategy: str) -> None:
+    """Ranks have not parted where one holds a model longer than the other."""
+    run = dw.distributed(strategy=strategy, nprocs=2, returns="all", timeout=60)
+    assert run(keeps_a_model)() == [1.0, 1.0]
+
+
+class SettlesLate(RunPart):
+    """Part of a run that takes long to end, while the ranks' counts say that they have parted."""
+
+    def __init__(self, world: object) -> None:
+        activity = current_world().part(Activity)
+        activity.averages = lambda: (0, 6 + 2 * dw.rank())
+        activity.collectives = 10 - dw.rank()
+
+    def settle(self) -> None:
+        time.sleep(5)
+
+
+@pytest.mark.slow("waits until ranks compare what they have begun")
+def test_what_ends_a_rank_after_its_result(capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that is ended when its result is there already says why."""
+    run = dw.distributed(nprocs=2, timeout=60)
+    with pytest.warns(RuntimeWarning, match=r"finished its work, and its result is complete, but .* exit code 1"):
+        run(lambda: current_world().part(SettlesLate) and None)()
+    assert "rank 0 has left the training after 3 averages of gradients" in capfd.readouterr().err
