@@ -360,3 +360,32 @@ def test_what_the_function_freezes_is_frozen_in_the_caller() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
     over_two_ranks(freeze)(model)
     assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
+
+
+LEFT: list[torch.optim.Optimizer] = []
+
+
+def in_phases(model: nn.Module) -> None:
+    """Train with an optimizer for each phase, of which rank 1 still has the first one at the end."""
+    for _ in range(2):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if dw.rank() == 1 and not LEFT:
+            LEFT.append(optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_an_optimizer_that_is_gone_on_one_rank_alone(strategy: str) -> None:
+    """A divided model becomes whole again, with the optimizers that all ranks still have."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+
+    model, expected = net(), net()
+    dw.distributed(strategy=strategy, nprocs=2, retrofit=True, timeout=20)(in_phases)(model)
+    in_phases(expected)
+    same(model.state_dict(), expected.state_dict())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch import compiled_module
 from distwrap.group.collective_guard import CollectiveGuard
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.transparent import unwrap_model
 
 if TYPE_CHECKING:
     from distwrap.model.gradients import Gradients
     from distwrap.strategies.base import Strategy
+
+T = TypeVar("T")
 
 _MARK = "_distwrap_strategy"
 
@@ -42,6 +45,7 @@ class WrappedModels(RunPart):
         self.on_added: list[Callable[[nn.Module], None]] = []
         self.gradients: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
         self.bound: WeakKeyDictionary[nn.Module | Optimizer, Strategy] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # by which they were bound
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([model for held in self._models if (model := held()) is not None])
@@ -55,6 +59,16 @@ class WrappedModels(RunPart):
         """Return the models that have parameters of an optimizer."""
         held = parameters_of(optimizer).keys()
         return [model for model in self if not held.isdisjoint(map(id, model.parameters()))]
+
+    def optimizers_of_all_ranks(self) -> list[Optimizer]:
+        """Return the optimizers of wrapped models that every rank still has, in one order; every rank calls it."""
+        return held_by_all({number: optimizer for optimizer, number in self._optimizers.items()})
+
+    def bind(self, thing: nn.Module | Optimizer, strategy: Strategy) -> None:
+        """Note the strategy of an optimizer or of a model of the user's own, for this run."""
+        if isinstance(thing, Optimizer) and thing not in self._optimizers:
+            self._optimizers[thing] = self._world.count("optimizer")
+        self.bound[thing] = strategy
 
     def add(self, model: nn.Module) -> None:
         """Note a model that was wrapped just now."""
@@ -79,7 +93,7 @@ class WrappedModels(RunPart):
 def bind(thing: nn.Module | Optimizer, strategy: Strategy, *, own: bool = False) -> None:
     """Note the strategy of a wrapper, or for this run that of an optimizer or of a model of the user's `own`."""
     if own or isinstance(thing, Optimizer):
-        current_world().part(WrappedModels).bound[thing] = strategy
+        current_world().part(WrappedModels).bind(thing, strategy)
     else:
         thing.__dict__[_MARK] = strategy
 
@@ -112,6 +126,15 @@ def strategy_of(thing: nn.Module | Optimizer | None, world: World) -> Strategy:
     """Return the strategy of a model or an optimizer; the run's where there is none."""
     found = bound_strategy(thing)
     return found if found is not None else world.strategy
+
+
+def held_by_all(things: Mapping[int, T]) -> list[T]:
+    """Return what every rank still holds of things with the same numbers everywhere, by number; every rank calls it.
+
+    What nobody refers to may be gone on one rank, and wait for the garbage collector on another.
+    """
+    everyones = gather_object(sorted(things))
+    return [things[number] for number in everyones[0] if all(number in each for each in everyones)]
 
 
 def parameters_of(optimizer: Optimizer) -> dict[int, nn.Parameter]:

@@ -13,8 +13,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from distwrap.errors import ModelError
-from distwrap.group.world import RunPart, World
+from distwrap.group.world import RunPart, World, current_world
 from distwrap.live_objects import instances
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies import shards
 from distwrap.strategies.optimizer_share import refuse_whole
 
@@ -54,17 +55,29 @@ class Replacement:
             module, _, own = name.rpartition(".")
             setattr(self._model.get_submodule(module), own, parameter)
             back.append((now[name], parameter))
-        _exchange(back)
+        _exchange(back, current_world().part(WrappedModels).optimizers_of_all_ranks())
 
 
-def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Replace the first parameter of each pair by the second in all optimizers."""
+def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]], whole: list[Optimizer] | None = None) -> None:
+    """Replace the first parameter of each pair by the second in all optimizers.
+
+    Args:
+        pairs: parameters.
+        whole: optimizers whose state becomes whole, for which all ranks take part in one order; others lose it.
+    """
     new = {id(before): after for before, after in pairs}
-    for optimizer in instances(Optimizer):
+    keep, others = instances(Optimizer), list[Optimizer]()
+    if whole is not None:
+        keep, others = whole, [each for each in keep if not any(each is other for other in whole)]
+    for optimizer in (*keep, *others):
         for group in optimizer.param_groups:
             held = group["params"]
             for parameter in held:
-                if id(parameter) in new:
+                if id(parameter) not in new:
+                    continue
+                if optimizer in others:
+                    optimizer.state.pop(parameter, None)
+                else:
                     shards.divide_optimizer_state(optimizer, parameter, new[id(parameter)])
             group["params"] = [new.get(id(parameter), parameter) for parameter in held]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -252,6 +253,20 @@ def several() -> Found:
     return {**fit(loss_of), "shares": shares}
 
 
+def beside_another() -> Found:
+    """Train a model of a kind that rank 1 has another one of, and rank 0 has had."""
+    others = [dw.wrap_model(Net())]
+    others[0].loss(*data(0)).backward()
+    if dw.rank() == 0:
+        others.clear()
+        gc.collect()
+    model = dw.wrap_model(Net())
+    before = {f"{name} before": values for name, values in weights(model).items()}
+    model.loss(*data(0)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return {**before, **weights(model)}
+
+
 SLOPES = torch.linspace(0.5, 1, WIDTH, dtype=torch.float64)
 PROGRAMS: dict[str, Callable[[], Found]] = {
     "a dict that is popped": lambda: fit(lambda model, x, y, _: model.taking({"tokens": x, "targets": y})),
@@ -270,6 +285,7 @@ PROGRAMS: dict[str, Callable[[], Found]] = {
     "one buffer": with_one_buffer,
     "hooks": hooked,
     "averages": averaged,
+    "one that is gone": beside_another,
 }
 
 
@@ -320,7 +336,8 @@ def refused() -> None:
         model.loss(x, y).backward()
 
 
-@pytest.mark.slow("sixteen programs in turn")
+@pytest.mark.timeout(400)
+@pytest.mark.slow("seventeen programs in turn")
 def test_programs_train_as_in_one_process() -> None:
     """Whatever a method is given, keeps and looks at, losses and weights are those of one process, or it is refused."""
     [expected] = run_ranks(everything, 1, timeout=60)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_tree import map_tensors
 from distwrap.errors import ModelError, OptionError
+from distwrap.group.collectives import gather_object
 from distwrap.group.setup import require_group
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.buffers import Buffers
@@ -247,7 +248,8 @@ class DeepSpeedStrategy(Strategy):
             from distwrap.strategies.deepspeed.engine import Engines
 
             optimizer = engine.optimizer()
-            whole = None if optimizer is None else self.state(optimizer, everywhere=True)
+            is_everywhere = all(gather_object(optimizer is not None))
+            whole = self.state(optimizer, everywhere=True) if is_everywhere and optimizer is not None else None
             current_world().part(Engines).remove(engine)
             engine.make_whole()
             if optimizer is not None and whole is not None:

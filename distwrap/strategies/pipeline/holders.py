@@ -88,20 +88,28 @@ class Holders:
         self._free()
 
     def settle(self, survey: Survey) -> None:
-        """Leave tensors outside of blocks to the stages that use them.
-
-        Raises:
-            ModelError: a stage uses a tensor that only another one has.
-        """
-        needed: dict[str, set[int]] = {}
-        for stage, names in enumerate(survey.needs):
-            for name in names:
-                needed.setdefault(name, set()).add(stage % len(self._line.ranks))
+        """Leave tensors outside of blocks to the stages that use them."""
+        needed = self._needed(survey)
         for name in self._unsettled & needed.keys():
             self.ranks[name] = needed[name] | self._fixed[name]
         self._unsettled -= needed.keys()
         self._free()
-        for name, places in needed.items():
+
+    def _needed(self, survey: Survey) -> dict[str, set[int]]:
+        """Return the places in the pipeline that use each tensor."""
+        needed: dict[str, set[int]] = {}
+        for stage, names in enumerate(survey.needs):
+            for name in names:
+                needed.setdefault(name, set()).add(stage % len(self._line.ranks))
+        return needed
+
+    def check(self, survey: Survey) -> None:
+        """Refuse a method for which stages lack tensors.
+
+        Raises:
+            ModelError: a stage uses a tensor that only another one has.
+        """
+        for name, places in self._needed(survey).items():
             lacking = places - self.ranks[name]
             if name in self._stages:  # a block's result from it stays in its stage
                 stages = {stage for stage, names in enumerate(survey.needs) if name in names} - self._stages[name]

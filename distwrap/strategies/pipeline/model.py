@@ -22,7 +22,7 @@ from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing, put_back_forward
 from distwrap.model.uncopied_model import UncopiedModel
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import WrappedModels, held_by_all
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
@@ -82,6 +82,7 @@ class PipelineRouting(Routing):
 
     Attributes:
         holders: the ranks that have each tensor.
+        number: of the model among those in stages, the same on all ranks.
         alignment: the forwards of the model.
         syncs: whether the next backward averages gradients with the other pipelines.
     """
@@ -94,7 +95,8 @@ class PipelineRouting(Routing):
         self.holders = Holders(net, chain, line)
         self._streams = Streams(line.device)
         self.relay = Relay(net, chain, self._streams)
-        for twin in self._twins():
+        self.number = world.count("model in stages")
+        for twin in held_by_all(self._twins()):
             self.holders.settle_as(twin)
         self._kinds_of_losses = LossKinds(self.relay, line, wrapping.in_precision, self._streams, settings.reduction)
         self._alike = Alike(line.group, line.device, "the ranks of a pipeline", draws_alike=True)
@@ -212,25 +214,26 @@ class PipelineRouting(Routing):
         if key not in self._surveys:
             with preserved(), self._streams.kept(), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
-                for holders in (self.holders, *self._twins()):
+                for holders in (self.holders, *self._twins().values()):
                     holders.settle(survey)
+                self.holders.check(survey)
             survey.key = key
             self._surveys[key] = survey
         return self._surveys[key]
 
-    def _twins(self) -> list[Holders]:
-        """Return the holders of similar models, such as averages, which must have the same stages."""
+    def _twins(self) -> dict[int, Holders]:
+        """Return the holders of similar models, such as averages, which must have the same stages, by their numbers."""
         others = [model.__dict__.get("_distwrap") for model in self.world.part(WrappedModels)]
-        return [
-            other.holders
+        return {
+            other.number: other.holders
             for other in others
             if isinstance(other, PipelineRouting) and other is not self and other.holders.is_like(self.holders)
-        ]
+        }
 
     def _own_buffers(self) -> Buffers | None:
         """Return the buffers of this rank's stages; those of the first pipeline are used on all."""
         channel, place = self.world.channel, dist.get_rank(self.line.group)
-        name = f"{self.world.count('model in stages')} of stage {place}"
+        name = f"{self.number} of stage {place}"
         if channel is None or self.world.layout.size == 1:
             return None
         rank = self.world.placement.rank

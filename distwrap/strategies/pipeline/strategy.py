@@ -209,7 +209,7 @@ class PipelineStrategy(Strategy):
             return
         model = prepared
         models = current_world().part(WrappedModels)
-        own = [thing for thing in models.bound if isinstance(thing, Optimizer) and model in models.of_optimizer(thing)]
+        own = [each for each in models.optimizers_of_all_ranks() if model in models.of_optimizer(each)]
         states = [self.state(optimizer, everywhere=True) for optimizer in own]
         routing_of(model).give_back(state)
         for optimizer, whole in zip(own, states, strict=True):

@@ -7,6 +7,7 @@ with a commit, or without one if an exchange failed, as when a rank dies in it.
 from __future__ import annotations
 
 import copy
+import gc
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -156,6 +157,7 @@ class TorchFTMembers(Meetings):
     def loop(self, elements: Iterable[Element], objects: tuple[Any, ...]) -> Iterator[Element]:
         if objects:
             self._state.objects = objects
+        gc.collect()  # an optimizer that had a scheduler waits for it, and would be taken for one of the run
         self._state.things()  # refuses objects with equal names
         if not self._state.models:
             say("resumable() before wrap_model(): a rank that comes back takes over wrapped models alone")

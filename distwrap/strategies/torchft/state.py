@@ -106,8 +106,8 @@ class TrainingState:
         return {
             "models": models,
             "rounds": {name: self.rounds[model] for name, model in models.items() if model in self.rounds},
-            "optimizers": optimizers,
-            "schedulers": schedulers,
+            "optimizers": dict(sorted(optimizers.items())),  # the collector's order is each rank's own
+            "schedulers": dict(sorted(schedulers.items())),
             "objects": {f"{type(thing).__name__} {number}": thing for number, thing in enumerate(self.objects, 1)},
         }
 
