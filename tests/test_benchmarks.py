@@ -25,21 +25,21 @@ def run_quick(name: str, folder: Path, seconds: float) -> tuple[str, set[str]]:
 
 def test_step(tmp_path: Path) -> None:
     """The step benchmark runs on two ranks and prints a line for each thing it times."""
-    table, rows = run_quick("step.py", tmp_path, seconds=60)
+    table, rows = run_quick("step.py", tmp_path, seconds=200)
     assert len(rows) + 3 * table.count(": not installed") == 12
     assert all(row in table for row in rows)
 
 
 def test_checkpoint(tmp_path: Path) -> None:
     """The checkpoint benchmark runs, and prints what a save keeps waiting in each way."""
-    table, rows = run_quick("checkpoint.py", tmp_path, seconds=60)
+    table, rows = run_quick("checkpoint.py", tmp_path, seconds=200)
     assert len(rows) == 3
     assert all(row in table for row in rows)
 
 
 def test_sharded(tmp_path: Path) -> None:
     """The benchmark of divided models runs on two ranks: each holds half of the model, and a full save is measured."""
-    table, rows = run_quick("sharded.py", tmp_path, seconds=110)
+    table, rows = run_quick("sharded.py", tmp_path, seconds=200)
     assert len(rows) == 1
     assert all(row in table for row in rows)
     for way in ("distwrap fsdp", "torch fsdp2"):
@@ -48,10 +48,10 @@ def test_sharded(tmp_path: Path) -> None:
     assert "a quick run leaves out: distwrap ddp beside torch ddp, " in table
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_engines(tmp_path: Path) -> None:
     """The benchmark of engines runs those that are here beside their own scripts, and says why the others are not."""
-    table, rows = run_quick("engines.py", tmp_path, seconds=250)
+    table, rows = run_quick("engines.py", tmp_path, seconds=400)
     assert "a quick run leaves out: distwrap ddp, distwrap zero1, distwrap deepspeed 1, distwrap deepspeed 3" in table
     left_out = re.findall(r"^(.+): left out, for (?:there is no .+: make test-engines|.+ has no )", table, re.MULTILINE)
     ways = ["distwrap fsdp", "distwrap deepspeed 2", "distwrap horovod"]
@@ -65,14 +65,14 @@ def test_engines(tmp_path: Path) -> None:
 
 def test_codecs(tmp_path: Path) -> None:
     """The codecs' benchmark runs, and prints each one's way there and back."""
-    table, rows = run_quick("codecs.py", tmp_path, seconds=60)
+    table, rows = run_quick("codecs.py", tmp_path, seconds=200)
     assert len(rows) == 8
     assert all(row in table for row in rows)
 
 
 def test_slow_link(tmp_path: Path) -> None:
     """The benchmark of slow links runs on shaped links, where the machine has them, and says so where not."""
-    done = run_python(BENCHMARKS / "slow_link.py", "--quick", "--only", "bytegrad", "local SGD, 16", timeout=110)
+    done = run_python(BENCHMARKS / "slow_link.py", "--quick", "--only", "bytegrad", "local SGD, 16", timeout=200)
     assert done.returncode == 0, done.stderr
     if "slow_link needs" in done.stdout:
         pytest.skip(done.stdout.strip())
@@ -82,14 +82,14 @@ def test_slow_link(tmp_path: Path) -> None:
 
 def test_report(tmp_path: Path) -> None:
     """The benchmark of the report runs, and prints a line for each thing it compares."""
-    table, rows = run_quick("report.py", tmp_path, seconds=110)
+    table, rows = run_quick("report.py", tmp_path, seconds=200)
     assert len(rows) == 8
     assert all(row in table for row in rows)
 
 
 def test_slow_loops(tmp_path: Path) -> None:
     """The benchmark of slow loops runs, and prints what was found in each, and how often that was right."""
-    table, rows = run_quick("slow_loops.py", tmp_path, seconds=110)
+    table, rows = run_quick("slow_loops.py", tmp_path, seconds=200)
     assert len(rows) + table.count("shaped link: ") == 5
     for loop in ("slow_loader_on_one", "checkpoints", "busy_neighbour", "a healthy loop: pieces of advice"):
         assert loop in rows
@@ -106,7 +106,7 @@ def test_clusters(tmp_path: Path) -> None:
 
 def test_data(tmp_path: Path) -> None:
     """The data benchmark runs on two ranks, and prints a line for each size, each way but one and the middle."""
-    table, rows = run_quick("data.py", tmp_path, seconds=110)
+    table, rows = run_quick("data.py", tmp_path, seconds=200)
     assert all(row in table for row in rows)
     assert len(rows) + table.count(": not installed") == 2 * 2 + 4 + 1
     assert "a quick run leaves out: Fabric" in table
@@ -114,7 +114,7 @@ def test_data(tmp_path: Path) -> None:
 
 def test_launch(tmp_path: Path) -> None:
     """The launch benchmark starts every way to launch but some peers', and prints a line for each."""
-    table, rows = run_quick("launch.py", tmp_path, seconds=110)
+    table, rows = run_quick("launch.py", tmp_path, seconds=200)
     assert all(row in table for row in rows)
     assert len(rows) + table.count(": not installed") == 5
     assert "a quick run leaves out: Fabric ddp_fork, Fabric ddp_spawn, torchrunx" in table
@@ -124,7 +124,7 @@ def test_against_another_checkout(tmp_path: Path) -> None:
     """A benchmark runs on two checkouts in turns, here this one twice, and prints the ratio of every row."""
     figures = tmp_path / "figures.json"
     words = ["--quick", "--against", BENCHMARKS.parent, "--json", figures]
-    done = run_python(BENCHMARKS / "codecs.py", *words, timeout=110)
+    done = run_python(BENCHMARKS / "codecs.py", *words, timeout=200)
     assert done.returncode == 0, done.stderr
     rows = json.loads(figures.read_text())["rows"]
     assert len(rows) == 8

@@ -121,7 +121,6 @@ def run_elsewhere(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow("builds and installs a wheel, and trains an example to the end")
-@pytest.mark.timeout(300)
 def test_the_wheel_runs_an_example_in_an_empty_environment(elsewhere: Path) -> None:
     """Installed from the wheel, with nothing of the checkout in sight, distwrap trains the digits on two ranks."""
     found, version = run_elsewhere(elsewhere, "-c", "import distwrap as d; print(d.__file__, d.__version__)").split()
@@ -132,7 +131,6 @@ def test_the_wheel_runs_an_example_in_an_empty_environment(elsewhere: Path) -> N
 
 
 @pytest.mark.slow("builds and installs a wheel, and starts interpreters")
-@pytest.mark.timeout(300)
 def test_the_wheel_has_the_commands(elsewhere: Path) -> None:
     """Installed from the wheel, ``python -m distwrap`` shows its commands and converts a script; ``distwrap`` is it."""
     assert "convert-checkpoint" in run_elsewhere(elsewhere, "-m", "distwrap")
@@ -143,7 +141,6 @@ def test_the_wheel_has_the_commands(elsewhere: Path) -> None:
 
 
 @pytest.mark.slow("builds and checks both distributions, twice")
-@pytest.mark.timeout(300)
 def test_a_release_is_the_same_each_time(tmp_path: Path) -> None:
     """What `make dist` builds passes its checks, and has the same bytes when it is built again."""
     for tool in ("build", "twine", "check_wheel_contents"):

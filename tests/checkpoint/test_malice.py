@@ -35,7 +35,6 @@ MUTATIONS = int(os.environ.get("MUTATIONS", "500"))  # `make kills` sets it
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow("loads many changed files")
 def test_files_changed_at_random() -> None:
     """Each is loaded, or refused with an error of distwrap's own; in a process that has little memory to take."""

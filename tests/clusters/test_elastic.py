@@ -11,7 +11,7 @@ import pytest
 from tests.clusters.namespaces import Hosts
 from tests.clusters.running import JOB, PYTHON, assert_like_one_process, ended, run, started, wait_for_line
 
-pytestmark = [pytest.mark.slow("restarts over hosts"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow("restarts over hosts")
 
 
 def torchrun(*words: str) -> list[str]:

@@ -20,7 +20,7 @@ from tests.clusters.namespaces import Hosts
 from tests.clusters.running import JOB, PYTHON, Ended, assert_like_one_process, ended, started, wait_for_line
 from tests.limits import SOON
 
-pytestmark = [pytest.mark.slow("callers on hosts of their own, network namespaces"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow("callers on hosts of their own, network namespaces")
 
 ENDPOINT = "hosta:29444"
 BOTH = {"DISTWRAP_NNODES": "2", "DISTWRAP_RDZV_ENDPOINT": ENDPOINT, "DISTWRAP_NPROCS": "1", "DISTWRAP_TIMEOUT": "30"}

@@ -23,7 +23,7 @@ from tests.clusters.test_hosts import BOTH
 from tests.clusters.test_mpi import MPICH, OPEN_MPI, needs
 from tests.timing.test_trace import arrows_of, ranks_of, read
 
-pytestmark = [pytest.mark.slow("starts interpreters, under launchers of all kinds"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow("starts interpreters, under launchers of all kinds")
 
 TRAINING = [PYTHON, looked_at.__file__, "100"]
 DISTWRAP = [PYTHON, "-m", "distwrap"]

@@ -10,7 +10,7 @@ import pytest
 from tests.clusters.namespaces import Hosts
 from tests.clusters.running import JOB, assert_like_one_process, is_like_one_process, run
 
-pytestmark = [pytest.mark.slow("starts interpreters under mpirun"), pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow("starts interpreters under mpirun")
 
 OPEN_MPI = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
 MPICH = ["mpirun.mpich"]

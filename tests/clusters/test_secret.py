@@ -13,7 +13,7 @@ from tests.clusters.running import PYTHON, Ended, environment
 from tests.clusters.slurm import Slurm
 from tests.clusters.test_hosts import BOTH, on_both
 
-pytestmark = [pytest.mark.slow("runs over nodes"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow("runs over nodes")
 
 PROGRAM = """
 import os

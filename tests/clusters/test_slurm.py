@@ -12,7 +12,7 @@ from tests.clusters.running import JOB, Ended, assert_like_one_process, environm
 from tests.clusters.slurm import Slurm
 from tests.limits import SOON
 
-pytestmark = [pytest.mark.slow("runs jobs under a Slurm of its own"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow("runs jobs under a Slurm of its own")
 
 
 def srun(slurm: Slurm, *words: str, **env: str) -> Ended:

@@ -16,7 +16,7 @@ from tests.clusters import slurm_program
 from tests.clusters.running import Ended, environment, started, wait_for_line
 from tests.clusters.slurm import Slurm
 
-pytestmark = [pytest.mark.slow("runs jobs under a Slurm of its own"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow("runs jobs under a Slurm of its own")
 
 COMMAND = [sys.executable, slurm_program.__file__]
 

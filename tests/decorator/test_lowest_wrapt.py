@@ -51,7 +51,6 @@ def lowest(package: str) -> str:
     return found[1]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow("installs a package")
 def test_the_lowest_wrapt(tmp_path: Path) -> None:
     """Plain functions, methods, static methods, copies and rank-zero functions work with it."""

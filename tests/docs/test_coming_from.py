@@ -92,7 +92,6 @@ def test_before_and_after_train_the_same_weights(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow("runs programs of two ranks")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_after_trains_the_weights_of_one_process(name: str, tmp_path: Path) -> None:
     """Where the package is not, the program after still runs, and has the weights of one process in plain torch."""

@@ -196,7 +196,6 @@ for words in runs:
 
 
 @pytest.mark.slow("trains an example to the end, five times")
-@pytest.mark.timeout(240)
 def test_language_model_learns_the_same_however_it_is_divided(tmp_path: Path) -> None:
     """One option divides the model, and the losses stay what they are under ddp."""
     tiny = "--steps 6 --width 32 --depth 4 --length 32 --megabytes 0.1 --test 16 --write 5 --batch-size 16"

@@ -51,7 +51,6 @@ def test_the_four_are_there() -> None:
 
 
 @pytest.mark.slow("starts a kernel, and ranks from its cells")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_notebook_runs(name: str, tmp_path: Path) -> None:
     """No cell fails but one that is to, and each shows what it had shown when it was saved; numbers may differ."""

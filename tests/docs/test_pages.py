@@ -20,7 +20,6 @@ def test_each_block_runs_or_says_why_not(name: str) -> None:
 
 
 @pytest.mark.slow("runs the programs of every page")
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_the_page_runs(name: str, tmp_path: Path) -> None:
     """The programs and commands of a page end well, and print what it shows."""

@@ -10,7 +10,6 @@ from tests.guarded.soak import LIMITS, grown, growth, soak
 
 
 @pytest.mark.slow("trains for 40 s")
-@pytest.mark.timeout(180)
 def test_a_long_training_takes_no_more_and_more() -> None:
     """Checkpoints in the background, loader workers, lockstep, evaluations: all that they take, they give back."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own has too long a name for the workers' sockets

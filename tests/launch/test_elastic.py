@@ -23,8 +23,6 @@ from tests.clusters.running import JOB, ended, started, wait_for_line
 from tests.limits import SOON
 from tests.slow import INTERPRETERS
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def attempt() -> int:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
