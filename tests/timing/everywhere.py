@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 from distwrap.strategies.shards import local
 
-LONG, STEPS, WIDTH = 0.05, 6, 12
+LONG, STEPS, WIDTH = 0.15, 6, 12
 
 
 class Feed(nn.Module):

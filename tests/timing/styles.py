@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import distwrap as dw
 
-LONG, STEPS = 0.05, 5
+LONG, STEPS = 0.15, 5
 ENDS: list[float] = []
 
 
