@@ -58,28 +58,29 @@ class Replacement:
         _exchange(back, current_world().part(WrappedModels).optimizers_of_all_ranks())
 
 
-def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]], whole: list[Optimizer] | None = None) -> None:
+def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]], together: list[Optimizer] | None = None) -> None:
     """Replace the first parameter of each pair by the second in all optimizers.
 
     Args:
         pairs: parameters.
-        whole: optimizers whose state becomes whole, for which all ranks take part in one order; others lose it.
+        together: the optimizers whose state all ranks put together, in this order; others lose it.
     """
     new = {id(before): after for before, after in pairs}
-    keep, others = instances(Optimizer), list[Optimizer]()
-    if whole is not None:
-        keep, others = whole, [each for each in keep if not any(each is other for other in whole)]
-    for optimizer in (*keep, *others):
-        for group in optimizer.param_groups:
-            held = group["params"]
-            for parameter in held:
-                if id(parameter) not in new:
-                    continue
-                if optimizer in others:
-                    optimizer.state.pop(parameter, None)
-                else:
-                    shards.divide_optimizer_state(optimizer, parameter, new[id(parameter)])
-            group["params"] = [new.get(id(parameter), parameter) for parameter in held]
+    for optimizer in instances(Optimizer) if together is None else together:
+        for before, after in _replaced(optimizer, new):
+            shards.divide_optimizer_state(optimizer, before, after)
+    for optimizer in () if together is None else instances(Optimizer):
+        for before, _ in _replaced(optimizer, new):
+            optimizer.state.pop(before, None)
+
+
+def _replaced(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Replace parameters of an optimizer, given the new ones by the ids of the old; return both of each."""
+    pairs = []
+    for group in optimizer.param_groups:
+        pairs += [(each, new[id(each)]) for each in group["params"] if id(each) in new]
+        group["params"] = [new.get(id(each), each) for each in group["params"]]
+    return pairs
 
 
 def _divide_state(optimizer: Optimizer) -> None:
