@@ -243,7 +243,7 @@ class Drift(RunPart):
         self.watches: list[ModelWatch] = []
         self._gone: deque[list[ModelWatch]] = deque(maxlen=_WRAPS)  # those that went from one wrap to the next
         self._averages_of_gone = self._begun_of_gone = self._eras_of_gone = 0
-        self._by_steps: list[Strategy] = []  # strategies of models for which steps are counted
+        self._strategies: list[Strategy] = []  # strategies of models for which steps are counted
         self._steps = 0  # of optimizers with these strategies
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
@@ -276,13 +276,13 @@ class Drift(RunPart):
         watch = ModelWatch(model, self, self._name(kind), key, ranks, by_steps)
         self.watches.append(watch)
         strategy = bound_strategy(model)
-        if by_steps and strategy is not None and strategy not in self._by_steps:
-            self._by_steps.append(strategy)
+        if by_steps and strategy is not None and strategy not in self._strategies:
+            self._strategies.append(strategy)
         return watch
 
     def step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step."""
-        if self._by_steps and bound_strategy(optimizer) in self._by_steps:
+        if self._strategies and bound_strategy(optimizer) in self._strategies:
             self._steps += 1
         for watch in self.watches:
             watch.step(optimizer)

@@ -45,7 +45,7 @@ class WrappedModels(RunPart):
         self.on_added: list[Callable[[nn.Module], None]] = []
         self.gradients: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
         self.bound: WeakKeyDictionary[nn.Module | Optimizer, Strategy] = WeakKeyDictionary()
-        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # by which they were bound
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and their numbers
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([model for held in self._models if (model := held()) is not None])

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_tree import map_tensors
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.collectives import gather_object
 from distwrap.group.setup import require_group
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import held_by_all
 from distwrap.options import Options
 from distwrap.packages import require_package
 from distwrap.precision import InPrecision, Precision
@@ -248,12 +248,12 @@ class DeepSpeedStrategy(Strategy):
             from distwrap.strategies.deepspeed.engine import Engines
 
             optimizer = engine.optimizer()
-            is_everywhere = all(gather_object(optimizer is not None))
-            whole = self.state(optimizer, everywhere=True) if is_everywhere and optimizer is not None else None
+            own = held_by_all({} if optimizer is None else {0: optimizer})
+            states = [self.state(each, everywhere=True) for each in own]
             current_world().part(Engines).remove(engine)
             engine.make_whole()
-            if optimizer is not None and whole is not None:
-                optimizer.load_state_dict(whole)
+            for each, whole in zip(own, states, strict=True):
+                each.load_state_dict(whole)
         super().give_back(original, prepared, state)
 
     def _made(self, net: nn.Module, precision: str) -> ModelEngine | None:
