@@ -265,7 +265,17 @@ if not typing.TYPE_CHECKING:  # for a checker, any name would be right then
             except ModuleNotFoundError as error:
                 if error.name != f"distwrap.{name}":
                     raise
+            _refuse_removed(name)
         raise AttributeError(f"module 'distwrap' has no attribute {name!r}")
+
+
+def _refuse_removed(name: str) -> None:
+    """Raise an error for a function that is not here any more, with what to write instead."""
+    from distwrap.errors import RemovedError
+    from distwrap.former_names import REMOVED
+
+    if name in REMOVED["function"]:
+        raise RemovedError(f"distwrap.{name} is not here: {REMOVED['function'][name]}")
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 DistwrapError
 ├── OptionError (ValueError)              an option of @distributed, or its environment variable, is wrong
+├── RemovedError (ImportError)            a function that distwrap had, with what to write instead
 ├── PlacementError (RuntimeError)         the environment says half of the rank and world size, or contradicts itself
 ├── LaunchError (RuntimeError)            the ranks cannot be started this way
 │   ├── ForkError                         forking this process now would not be safe
@@ -40,6 +41,10 @@ class DistwrapError(Exception):
 
 class OptionError(DistwrapError, ValueError):
     """An option of ``@distributed``, or the environment variable that overrides it, is wrong."""
+
+
+class RemovedError(DistwrapError, ImportError):
+    """A function that distwrap had before is asked for; an `ImportError`, so that ``from distwrap import`` shows it."""
 
 
 class PlacementError(DistwrapError, RuntimeError):

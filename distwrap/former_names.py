@@ -106,10 +106,17 @@ LAUNCHER_HINTS = {
     **dict.fromkeys(("thread", "threads"), "Ranks are processes: did you mean 'fork'?"),
 }
 
-# Lightning's strategies that have no place here: what each was, what became of it, and what to write.
-GONE = {
-    "colossalai": "it was ColossalAI's Gemini in Lightning, whose package needs GPUs and a torch of 2024: write "
-    "'fsdp', which divides the same, or 'fsdp(cpu_offload=True)'.",
-    "ipu_strategy": "it was Graphcore's IPUs in Lightning, whose package poptorch has ended: write 'ddp' on an "
-    "accelerator that torch has, or 'pipeline' for stages.",
+# What was here, or what people bring, and what is not here any more: by kind, each with what it was and what to write.
+REMOVED: dict[str, dict[str, str]] = {
+    "strategy": {
+        "colossalai": "it was ColossalAI's Gemini in Lightning, whose package needs GPUs and a torch of 2024: write "
+        "'fsdp', which divides the same, or 'fsdp(cpu_offload=True)'.",
+        "ipu_strategy": "it was Graphcore's IPUs in Lightning, whose package poptorch has ended: write 'ddp' on an "
+        "accelerator that torch has, or 'pipeline' for stages.",
+    },
+    "launcher": {},
+    "algorithm": {},
+    "function": {},  # of `import distwrap`
+    "option": {},  # of @distributed and of its environment variables
+    "command": {},
 }

@@ -37,7 +37,8 @@ class Registry(Generic[Thing]):
         aliases: other spellings of names.
         former: names in other packages, each with what it became here, from when that is there.
         hints: names that people try and that are none, with a sentence for the error.
-        gone: names in other packages for what is not here, each with a sentence that says so.
+        gone: names for what is not here any more, or only in other packages, each with a sentence that says so.
+        gone_options: options of what the factories make, of which the same holds.
         loose: whether names may be given in capitals, or as numbers: ``"BF16"``, ``32``.
     """
 
@@ -53,13 +54,14 @@ class Registry(Generic[Thing]):
         former: Mapping[str, str] | None = None,
         hints: Mapping[str, str] | None = None,
         gone: Mapping[str, str] | None = None,
+        gone_options: Mapping[str, str] | None = None,
         loose: bool = False,
     ) -> None:
         self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
         self._rows = {name: _Row((f"{package}.{place}",), *rest) for name, place, *rest in rows}
         self._own = set(self._rows)
         self._aliases, self._former, self._hints = dict(aliases or {}), former or {}, hints
-        self._gone = gone or {}
+        self._gone, self._gone_options = gone or {}, gone_options
         self._installed: dict[str, _Row] | None = None
 
     def register(self, name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
@@ -142,7 +144,8 @@ class Registry(Generic[Thing]):
             taken = inspect.signature(factory).parameters
             for option in () if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else options:
                 if option not in taken:
-                    raise OptionError(unknown_name(f"option of {self._kind} {name!r},", option, taken)) from None
+                    where = f"option of {self._kind} {name!r},"
+                    raise OptionError(unknown_name(where, option, taken, self._gone_options)) from None
             raise OptionError(f"{self._kind} {chosen!r}: {error}.") from None
         except OptionError as error:
             raise error if became == spelling else OptionError(f"{self._kind} {chosen!r}: {error}") from None

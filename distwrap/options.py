@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 from distwrap import frames
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
-from distwrap.former_names import BECAME, LAUNCHER_OF_STRATEGY
+from distwrap.former_names import BECAME, LAUNCHER_OF_STRATEGY, REMOVED
 from distwrap.former_options import ENVIRONMENT_PREFIX, for_option, for_variable
 from distwrap.registry import algorithms, launchers, precisions, strategies
 from distwrap.wording import unknown_name
@@ -173,7 +173,7 @@ class Options:
         checked: dict[str, Any] = {}
         for name, value in given.items():
             if name not in DECLARATIONS:
-                hint = for_option(name, value)
+                hint = REMOVED["option"].get(name) or for_option(name, value)
                 raise OptionError(f"{where}: {unknown_name('option', name, DECLARATIONS, {name: hint})}")
             try:
                 checked[name] = DECLARATIONS[name].check(name, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from distwrap.former_names import BECAME, GONE, HINTS, LAUNCHER_HINTS, LAUNCHER_OF_STRATEGY, PRECISION_HINTS
+from distwrap.former_names import BECAME, HINTS, LAUNCHER_HINTS, LAUNCHER_OF_STRATEGY, PRECISION_HINTS, REMOVED
 from distwrap.name_table import Factory, Registry
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ strategies: Registry[Strategy] = Registry(
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY.keys() - BECAME, "ddp"),
     former=BECAME,
     hints=HINTS,
-    gone=GONE,
+    gone=REMOVED["strategy"],
+    gone_options=REMOVED["option"],
 )
 
 algorithms: Registry[Algorithm] = Registry(
@@ -113,6 +114,7 @@ algorithms: Registry[Algorithm] = Registry(
         ("local_sgd", "local_sgd:LocalSGD", "weights averaged every few steps"),
         ("diloco", "diloco:DiLoCo", "an outer step with momentum every few dozen steps"),
     ),
+    gone=REMOVED["algorithm"],
 )
 
 
@@ -157,6 +159,7 @@ launchers: Registry[Launcher] = Registry(
         ("external", "external:refuse", "none: an outer launcher must have started the ranks"),
     ),
     hints=LAUNCHER_HINTS,
+    gone=REMOVED["launcher"],
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from distwrap import available_launchers, available_strategies, distributed, setup_process_group, world_size
 from distwrap.errors import OptionError
-from distwrap.former_names import GONE
+from distwrap.former_names import REMOVED
 from distwrap.group.world import say
 from distwrap.name_table import Registry
 from distwrap.options import Options, switched_on
@@ -473,7 +473,7 @@ def test_lightnings_names_are_known(name: str) -> None:
     assert isinstance(strategies.make(given(strategy=name).strategy), Strategy)
 
 
-@pytest.mark.parametrize("name", GONE)
+@pytest.mark.parametrize("name", REMOVED["strategy"])
 def test_lightnings_names_of_what_is_gone_say_so_in_a_sentence(name: str) -> None:
     """What it was, what became of it, and a strategy that is here."""
     message = refusal(strategy=name)

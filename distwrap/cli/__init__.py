@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from distwrap._version import __version__
 from distwrap.errors import DistwrapError
+from distwrap.former_names import REMOVED
 from distwrap.wording import unknown_name
 
 __all__ = ["COMMANDS", "main"]
@@ -123,6 +124,8 @@ def _without_command(words: list[str]) -> int:
         commands.add_parser(name, help=command.line)
     parser.add_argument("--version", action="store_true", help="print the versions of distwrap, torch and Python")
     if words and not words[0].startswith("-"):
+        if words[0] in REMOVED["command"]:
+            parser.error(f"{words[0]!r} is not here: {REMOVED['command'][words[0]]}")
         parser.error(unknown_name("command", words[0], [*COMMANDS, "help"]))
     if parser.parse_args(words).version:
         print(_versions())
