@@ -44,10 +44,10 @@ demo: $(VENV)/.installed-demo
 	$(bin)/python examples/demo.py
 
 test: $(VENV)/.installed-test
-	$(bin)/python -m pytest $(JOBS) -m "not slow and not exhaustive"
+	$(bin)/python -m pytest $(JOBS) -m "not slow and not exhaustive and not nightly"
 
 test-all: $(VENV)/.installed-test
-	$(bin)/python -m pytest $(JOBS) -m "not exhaustive"
+	$(bin)/python -m pytest $(JOBS) -m "not exhaustive and not nightly"
 
 test-exhaustive: TESTS = exhaustive
 test-exhaustive: $(VENV)/.installed-test test-engines

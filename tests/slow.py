@@ -18,3 +18,8 @@ def slow(*values: Any, why: str) -> Any:
 def exhaustive(*values: Any, why: str) -> Any:
     """Return one case of a parametrised test, which is for `make test-exhaustive` alone, since others show it."""
     return pytest.param(*values, marks=pytest.mark.exhaustive(why))
+
+
+def nightly(*values: Any, row: str, why: str) -> Any:
+    """Return one case of a parametrised test, which is for a row of `make nightly` alone."""
+    return pytest.param(*values, marks=pytest.mark.nightly(row=row, why=why))
