@@ -1,18 +1,18 @@
 # make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
-# make test: tests of everything, in at most five minutes on two cores.
-# make test-all: tests of all that distwrap does, as CI runs them: those marked slow too, in some 25 minutes on two cores.
-# make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package.
-#     ENGINES=deepspeed is one of them.
-# make test-exhaustive: what test-all and test-engines show, again: on more ranks, under more launchers, on pretended
-#     devices; takes as long as they do.
-# make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
-#     docs/guides/accelerators.md.
+# make test: tests of everything, in at most three minutes on two cores; costs more than setup.cfg allows are an error.
+# make test-all: make test, and then make test-slow: together tests of all that distwrap does, as CI runs them.
+# make nightly: rows of tests that take long, each a table row in tests/nightly.py: engines in environments of their own,
+#     clusters, the pretended accelerator, products, versions, benchmarks, faults. Takes hours; notes in tests/nightly.log
+#     what has passed. ROWS=slurm,mpi is two of them; `python -m tests.nightly --due` is those that a change makes due.
+# make gpu-report: what there is to show on a GPU, with the torch that is installed where PYTHON is: tests marked gpu,
+#     README's program, an example. Without a GPU it is dry: pretended devices, and the CPU. See docs/guides/accelerators.md.
+# make corpus: runs all programs of documentation, examples and reports, and prints what differs from what is recorded.
 # make test-versions: tests with each torch and Python of noxfile.py, in environments that are removed afterwards; takes
 #     hours and gigabytes. SESSIONS='quick(torch 2.6.0, Python 3.10)' is one of them; `nox -l` lists all.
 # make check: ruff, mypy, pyright, that the documentation agrees with the code, and that what would be released can be built.
 # make dist: the source distribution and the wheel, checked, in dist/; part of make check.
 # make docs: the documentation, in build/docs; a warning is an error. make docs-serve shows it on this machine.
-# make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
+# make faults: each launcher and fault 100 times with busy cores, where make test-all runs each once; takes
 #     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
 # make faults-divided: each fault in a divided model 100 times with busy cores, under all strategies in turns; takes an
 #     hour, and goes on where it was stopped. TIMES=14 is each fault once under each strategy and on each of two ranks.
@@ -20,7 +20,7 @@
 #     checkpoint load? TIMES=30 is less. And 10,000 files changed at random: is each loaded, or refused?
 # make soak: ten minutes of training with all that runs beside a loop: does what it takes grow?
 # make bench: the benchmarks.  make clean: remove what was built.
-# Each of them builds the virtual environment that it needs first, but for make test-gpu, which takes PYTHON as it is.
+# Each of them builds the virtual environment that it needs first, but for make gpu-report, which takes PYTHON as it is.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,9 +28,11 @@ VENV ?= .venv
 # `pytest -n 0` is one after the other.
 JOBS ?= -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 5
 # Threads of a tensor's operation that wait for each other leave the core to the other tests.
-test test-all test-engines test-exhaustive: export OMP_WAIT_POLICY ?= PASSIVE
+test test-slow nightly: export OMP_WAIT_POLICY ?= PASSIVE
+engine-%: export OMP_WAIT_POLICY ?= PASSIVE
 # Each process would compile the tests anew.
-test test-all test-engines test-exhaustive: export PYTHONDONTWRITEBYTECODE =
+test test-slow nightly: export PYTHONDONTWRITEBYTECODE =
+engine-%: export PYTHONDONTWRITEBYTECODE =
 # More words for pip, for example where a CPU build of torch is to be found.
 PIP_FLAGS ?=
 
@@ -38,29 +40,35 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all test-engines test-exhaustive test-gpu test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
+.PHONY: demo test test-slow test-all nightly gpu-report corpus test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/demo.py
 
 test: $(VENV)/.installed-test
-	$(bin)/python -m pytest $(JOBS) -m "not slow and not exhaustive and not nightly"
+	$(bin)/python -m pytest $(JOBS) --tier test
 
-test-all: $(VENV)/.installed-test
-	$(bin)/python -m pytest $(JOBS) -m "not exhaustive and not nightly"
+test-slow: $(VENV)/.installed-test
+	$(bin)/python -m pytest $(JOBS) --tier slow
 
-test-exhaustive: TESTS = exhaustive
-test-exhaustive: $(VENV)/.installed-test test-engines
-	$(bin)/python -m pytest $(JOBS) -m exhaustive
+# Both, also where the first one fails.
+test-all:
+	$(MAKE) test; code=$$?; $(MAKE) test-slow && exit $$code
 
-test-gpu:
-	$(PYTHON) -m pytest -m "gpu or cuda"
+ROWS ?=
+nightly: $(VENV)/.installed-test
+	JOBS="$(JOBS)" $(bin)/python -m tests.nightly $(if $(ROWS),--rows '$(ROWS)')
 
-ENGINES ?= deepspeed ray transformers torchft hivemind
-TESTS = not exhaustive
-test-engines: $(ENGINES:%=test-engine-%)
-test-engine-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/python -m pytest -m "$(TESTS)" tests/engines/test_untouched.py tests/engines/$*
+gpu-report:
+	$(PYTHON) -m tests.gpu_report
+
+corpus: $(VENV)/.installed-test
+	$(bin)/python -m tests.corpus
+
+.PRECIOUS: $(VENV)-%/.installed
+# The tests of an engine, where it is installed; a row of `make nightly`.
+engine-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/python -m pytest --tier nightly -m "slow or not slow" tests/engines/test_untouched.py tests/engines/$*
 
 SESSIONS ?=
 test-versions: $(VENV)/.installed-versions
@@ -162,6 +170,7 @@ $(VENV)/.installed-test: extras := test
 $(VENV)/.installed-dev: extras := dev
 $(VENV)/.installed-docs: extras := docs
 $(VENV)/.installed-versions: extras := versions
+$(VENV)/.installed-ci: extras := dev,docs
 
 # A stamp a set of extras: installing again waits until what is asked for has changed.
 $(VENV)/.installed-%: setup.cfg setup.py constraints.txt | $(bin)/python

@@ -28,10 +28,13 @@ from distwrap.devices.selection import visible_devices
 from distwrap.group import world
 from distwrap.launch import base, forkserver as server
 from distwrap.versions import TORCH
-from tests import exhaustive, interpreters
+from tests import costs, exhaustive, interpreters, orphans
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
+from tests.costs import pytest_addoption, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 - hooks
 from tests.imported_once import import_in_server
+from tests.nightly import ROWS
+from tests.slow import nightly
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
@@ -57,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    orphans.adopt_orphans()
+    costs.configure(config)
     if not hasattr(config, "workerinput"):
         for folder in (Path(distwrap.__file__).parent, Path(__file__).parent):
             compileall.compile_dir(folder, quiet=2)
@@ -84,6 +89,7 @@ def _tests_leave_nothing_behind() -> Iterator[None]:
     assert not dist.is_initialized()
     assert world.active_world() is None
     left = before.differences()
+    orphans.kill_orphans(Snapshot.take().children - before.children)
     assert not left, left
 
 
@@ -115,13 +121,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Let a test that needs an accelerator run once for each number of devices that it names, or with one."""
+    """Let a test that needs an accelerator run once for each number of devices that it names, or with one.
+
+    Of what one or two devices show, four are a row of `make nightly`: each number is a pytest of its own.
+    """
     marker = metafunc.definition.get_closest_marker("gpu")
     named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if marker is not None and not any("devices" in names for names in named):
         if "devices" not in metafunc.fixturenames:
             metafunc.fixturenames.append("devices")
-        metafunc.parametrize("devices", marker.args or (1,), ids=lambda count: f"{count} devices")
+        counts = [
+            nightly(each, row="accelerator", why="fewer devices show it") if each > 2 else each
+            for each in marker.args or (1,)
+        ]
+        metafunc.parametrize("devices", counts, ids=lambda count: f"{count} devices")
 
 
 @pytest.hookimpl(trylast=True)
@@ -138,10 +151,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs NVIDIA's GPU, and this machine has none"))
         elif have and item.get_closest_marker("gpu") and item.callspec.params["devices"] > have:
             item.add_marker(pytest.mark.skip(reason=f"needs more accelerators than the {have} of this machine"))
-        for marker in (*item.iter_markers("slow"), *item.iter_markers("exhaustive")):
+        for marker in item.iter_markers("slow"):
             if not [word for word in marker.args if isinstance(word, str) and word.strip()]:
-                example = '@pytest.mark.slow("500 launches")'
-                raise pytest.UsageError(f"{item.nodeid} is {marker.name} without a reason: {example}")
+                raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
+        for marker in item.iter_markers("nightly"):
+            if marker.kwargs.get("row") not in ROWS or not str(marker.kwargs.get("why", "")).strip():
+                example = '@pytest.mark.nightly(row="products", why="two ranks show it")'
+                raise pytest.UsageError(f"{item.nodeid} is nightly without a row of tests/nightly.py: {example}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -173,6 +189,7 @@ def pytest_sessionfinish() -> None:
     """End the pytests on pretended devices, and the interpreter whose forks are programs."""
     close()
     interpreters.close()
+    costs.close()
 
 
 @pytest.hookimpl(tryfirst=True)

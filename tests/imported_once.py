@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from distwrap.launch import forkserver
+
+_STARTED = str(Path(__file__).with_name("started.py"))
 
 
 def import_in_server(*modules: str) -> None:
     """Let the fork servers that this process starts from now on import modules before they serve."""
-    forkserver._SERVER = forkserver._SERVER.replace("prepare()", f"prepare(); import {', '.join(modules)}")
+    words = f"prepare(); import {', '.join(modules)}; import runpy; runpy.run_path({_STARTED!r})"
+    forkserver._SERVER = forkserver._SERVER.replace("prepare()", words)

@@ -221,6 +221,7 @@ def serve(control_fd: int, listener_fd: int) -> NoReturn:
         listener_fd: of the one to which other processes of this user connect, each for one program, which is killed
             where they go before it has ended.
     """
+    importlib.import_module("tests.started")
     importlib.import_module("torch._dynamo")  # torch, with what comes with DDP and with the first optimizer
     with contextlib.suppress(ImportError):
         importlib.import_module("sklearn.datasets")  # which takes as long, and gives programs of pages their digits

@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from distwrap.launch import forkserver
+from tests import orphans
 
 _COUNTED = ("children", "python_threads", "open_files")
 
@@ -50,8 +51,8 @@ class Snapshot:
         )
 
     def differences(self) -> list[str]:
-        """Say what is not as it was; give threads and children of the system a moment to be gone."""
-        for pause in (0, 0.05, 0.2, 0.5, 1):
+        """Return what is not as it was; give threads and processes a moment to be gone."""
+        for pause in (0, 0.05, 0.2, 0.5, 1, 2, 4):
             if pause:
                 time.sleep(pause)
                 gc.collect()
@@ -71,7 +72,10 @@ class Snapshot:
                 for name in _COUNTED
                 if (fewer := _fewer(self, now, name)) or more[name]
             ),
-            *(f"{child} is {_command(child)}" for child in more["children"]),
+            *(
+                f"{child}, {'an orphan' if orphans.is_orphan(child) else 'a child'}, is {_command(child)}"
+                for child in more["children"]
+            ),
         ]
 
     def _was_garbage(self, now: Snapshot) -> bool:
@@ -108,13 +112,13 @@ def random_state() -> tuple[Any, ...]:
 
 
 def _children() -> set[int]:
-    """The processes whose parent we are, but the fork server, which stays on purpose."""
+    """Return the processes whose parent we are, orphans too, but the fork server, which stays on purpose."""
     server = forkserver._server.pid if forkserver._server is not None else None
     found = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{thread}/children") as children:
             found.update(map(int, children.read().split()))  # a thread may end meanwhile
-    return found - {server}
+    return orphans.reaped(found) - {server}
 
 
 def _open_files() -> list[str]:

@@ -18,6 +18,7 @@ from distwrap.devices.kinds import kind_of_torch
 from distwrap.errors import ModelError, OptionError
 from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
+from tests.accelerator.marks import again, in_nightly
 
 pytestmark = pytest.mark.gpu
 
@@ -45,9 +46,9 @@ def _averaged(in_own_stream: bool) -> tuple[float, list[float]]:
     return mean, found
 
 
+@in_nightly
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("in_own_stream", [False, True])
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_asynchronous_averages_beside_collectives_of_the_loop(in_own_stream: bool) -> None:
     """They neither wait for each other, nor read what the other's stream has not computed."""
     first, second = run_ranks(_averaged, 2, in_own_stream, timeout=60)
@@ -66,6 +67,7 @@ def _evaluated() -> float:
         return float(model.running_mean.sum())
 
 
+@again
 @pytest.mark.gpu(2)
 def test_statistics_are_taken_over_once_they_are_computed() -> None:
     """Also of a rank 0 that computes in a stream of its own, and comes later."""
@@ -91,8 +93,8 @@ def _train_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, warmup: W
         optimizer.zero_grad()
 
 
+@in_nightly
 @pytest.mark.gpu(1, 2)
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_a_schedule_that_holds_the_groups(devices: int) -> None:
     """A retrofitted loop's own schedule goes on setting the rates of the optimizer that steps."""
     model = nn.Linear(3, 1)
@@ -125,12 +127,14 @@ def _moved() -> None:
     assert {state["exp_avg"].device for state in optimizer.state.values()} == {dw.device()}
 
 
+@in_nightly
 @pytest.mark.gpu(1, 2)
 def test_moved_parameters_are_what_they_were(devices: int) -> None:
     """They keep their attributes and class, and an optimizer that has stepped goes on with its momenta."""
     run_ranks(_moved, devices, timeout=60)
 
 
+@again
 def test_a_lazy_module_says_so() -> None:
     """A layer without a shape cannot be moved where parameters are swapped."""
 
@@ -160,6 +164,7 @@ def _dropped(folder: str, at: int | None) -> list[float]:
     return [float(parameter.detach().double().sum()) for parameter in model.parameters()]
 
 
+@in_nightly
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL")
 @pytest.mark.gpu(2)
 def test_random_numbers_of_all_devices_of_one_process(tmp_path: Path) -> None:
@@ -173,6 +178,7 @@ class Tagged(torch.Tensor):
     """A tensor of a class of its own."""
 
 
+@again
 @pytest.mark.gpu(2)
 def test_objects_of_other_classes_are_on_no_other_ranks_device() -> None:
     """They come out on the CPU."""
@@ -197,6 +203,7 @@ class OneBuffer:
         return self.buffer.copy_(batch)
 
 
+@again
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_buffer_that_is_filled_again(ahead: bool) -> None:
     """A batch that was copied ahead is not the next one."""
@@ -215,6 +222,7 @@ def _exchanged() -> list[Any]:
     return [each.tolist() for each in found] + [str(found[0].device) == str(dw.device()), found[1].device.type]
 
 
+@in_nightly
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("backend", ["auto", "both"])
 def test_tensors_of_either_memory_under_any_backend(backend: str) -> None:
@@ -225,6 +233,7 @@ def test_tensors_of_either_memory_under_any_backend(backend: str) -> None:
     assert run() == [[zero, zero, zero + one, one, one, True, "cpu"]] * 2
 
 
+@again
 @pytest.mark.gpu(2)
 def test_a_tensor_on_another_ranks_device() -> None:
     """A collective takes it by way of the rank's own, and gives back what is on its device."""
@@ -255,6 +264,7 @@ def _by_default(folder: str) -> None:
         dw.load(f"{folder}/{name}", into=state)
 
 
+@in_nightly
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "pipeline"])
 def test_a_default_device(strategy: str, tmp_path: Path) -> None:
@@ -262,6 +272,7 @@ def test_a_default_device(strategy: str, tmp_path: Path) -> None:
     dw.distributed(nprocs=2, strategy=strategy, launcher="forkserver", timeout=40)(_by_default)(str(tmp_path))
 
 
+@in_nightly
 @pytest.mark.gpu(2)
 def test_gloo_for_devices_that_it_does_not_know() -> None:
     """It is refused by name."""

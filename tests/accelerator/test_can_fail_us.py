@@ -16,6 +16,7 @@ import distwrap as dw
 from distwrap.devices import streams, transfer
 from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
+from tests.accelerator.marks import again, in_nightly
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +25,7 @@ def is_pretended() -> bool:
     return accelerator() == "pretend"
 
 
+@again
 def test_tensors_on_the_wrong_device() -> None:
     """A tensor of the CPU beside one of the device, memory that is not the CPU's, and an index that is not there."""
     x = torch.ones(3, device=accelerator())
@@ -36,6 +38,7 @@ def test_tensors_on_the_wrong_device() -> None:
     assert (x + 1.0).sum().item() == 6.0  # numbers may be the CPU's
 
 
+@in_nightly
 @pytest.mark.gpu(2)
 def test_tensors_of_two_devices() -> None:
     """Two devices do not share memory."""
@@ -51,6 +54,7 @@ def _batches() -> list[torch.Tensor]:
     return [batch[0].clone().cpu() for batch in transfer.on_device(loader, device, ahead=True, pinned=True)]
 
 
+@again
 def test_without_the_wait_for_the_copies_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch that is copied on a stream of its own nothing is there until the program's stream has waited."""
     expected = torch.arange(64.0).reshape(32, 2)
@@ -61,6 +65,7 @@ def test_without_the_wait_for_the_copies_numbers_are_wrong(monkeypatch: pytest.M
     assert not torch.equal(torch.cat(_batches()), expected)
 
 
+@in_nightly
 def test_without_a_wait_another_streams_results_are_not_there() -> None:
     """What one stream computes is not in another's reach before that waits; a moment that is reached is."""
     device = torch.device(accelerator(), 0)
@@ -74,6 +79,7 @@ def test_without_a_wait_another_streams_results_are_not_there() -> None:
     assert side.reached(done)
 
 
+@again
 def test_memory_that_another_stream_uses_is_not_freed_early() -> None:
     """Freed memory is its stream's next tensor, unless it was said that another stream uses it."""
     device = torch.device(accelerator(), 0)
@@ -91,6 +97,7 @@ def test_memory_that_another_stream_uses_is_not_freed_early() -> None:
     assert bool((pinned == 3.0).all())
 
 
+@in_nightly
 @pytest.mark.gpu(2)
 def test_without_set_device_a_tensor_is_on_device_0() -> None:
     """Each rank's device is its current one; a rank that forgot that has its tensors on the first."""
@@ -104,6 +111,7 @@ def test_without_set_device_a_tensor_is_on_device_0() -> None:
     assert run_ranks(body, 2, True, timeout=60) == [0, 0]
 
 
+@in_nightly
 @pytest.mark.gpu(2, 4)
 def test_a_tensor_of_the_cpu_in_a_collective_of_devices(devices: int) -> None:
     """The devices' backend takes none, and `reduce` moves it there and back."""
@@ -119,6 +127,7 @@ def test_a_tensor_of_the_cpu_in_a_collective_of_devices(devices: int) -> None:
         assert total.item() == devices
 
 
+@in_nightly
 def test_a_process_that_was_forked_from_one_that_used_a_device() -> None:
     """It cannot use one."""
     script = (
@@ -135,6 +144,7 @@ def test_a_process_that_was_forked_from_one_that_used_a_device() -> None:
     assert "forked" in done.stdout
 
 
+@in_nightly
 def test_a_device_has_random_numbers_of_its_own() -> None:
     """Its generator is not the CPU's; a seed gives the same numbers again, also after the state was put back."""
     torch.manual_seed(3)
@@ -149,6 +159,7 @@ def test_a_device_has_random_numbers_of_its_own() -> None:
     assert not torch.equal(first.cpu(), on_cpu)
 
 
+@in_nightly
 def test_marks_of_conjugates_go_with_a_copy() -> None:
     """Numbers that are only marked as conjugate or negative come to the CPU, and from it, as what they are."""
     x = torch.tensor([1 + 2j], device=accelerator())
@@ -158,6 +169,7 @@ def test_marks_of_conjugates_go_with_a_copy() -> None:
     assert x.cpu().tolist() == [3 - 4j]
 
 
+@in_nightly
 def test_no_more_memory_than_there_is() -> None:
     """A tensor that is larger than the device is torch's own error of memory."""
     free, total = torch.get_device_module(accelerator()).mem_get_info()
@@ -166,6 +178,7 @@ def test_no_more_memory_than_there_is() -> None:
         torch.empty(2 * total, dtype=torch.uint8, device=accelerator())
 
 
+@in_nightly
 def test_no_device_is_visible() -> None:
     """A process to which no device is shown is on the CPU."""
     hidden = {"PRETEND_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}

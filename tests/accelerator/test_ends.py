@@ -15,6 +15,7 @@ from distwrap.errors import CollectiveError
 from distwrap.launch.outcome import success
 from distwrap.launch.worker import PipeLink
 from tests.accelerator import accelerator
+from tests.accelerator.marks import again, in_nightly
 
 pytestmark = pytest.mark.gpu
 
@@ -29,15 +30,15 @@ def _one_leaves_early() -> None:
         optimizer.step()
 
 
+@in_nightly
 @pytest.mark.gpu(2)
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_a_rank_that_leaves_early_under_elastic() -> None:
     """The others are told at once which rank they wait for, though its process lives until all are done."""
     with pytest.raises(CollectiveError, match="waited in a collective for rank 1, which had left the function"):
         dw.distributed(nprocs=2, launcher="elastic", timeout=50)(_one_leaves_early)()
 
 
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
+@in_nightly
 def test_forks_while_threads_use_the_device() -> None:
     """A fork can free tensors, whatever other threads did at that moment, and is refused their numbers."""
     script = f"""
@@ -69,7 +70,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == 0
 
 
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
+@in_nightly
 def test_the_fork_server_ends_at_once() -> None:
     """When its caller is gone, it does not take an interpreter's way out, in which its ranks would go on."""
     script = """
@@ -84,6 +85,7 @@ serve(ours.detach())
     assert not done.stdout
 
 
+@again
 def test_a_rank_whose_caller_is_gone() -> None:
     """Its report reaches nobody, and is no failure of the rank."""
     theirs, ours = Pipe()

@@ -20,6 +20,7 @@ from distwrap.testing import check_strategy, run_ranks
 from distwrap.testing.behaviours import BEHAVIOURS
 from tests import training
 from tests.accelerator import accelerator
+from tests.accelerator.marks import again, in_nightly
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
 from tests.strategies.conformance import AGAIN, CELLS, HEART, Cell
 
@@ -78,11 +79,11 @@ def assert_near(found: list[list[float]], expected: list[list[float]], tolerance
         assert mine == pytest.approx(theirs, abs=tolerance, rel=0)
 
 
+@in_nightly
 @pytest.mark.parametrize(
     ("comm", "devices"),
     [(None, 1), *((comm, count) for comm in (None, "allreduce", "local_sgd(sync_every=1)") for count in (2, 4))],
 )
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_exact_ways_are_one_process(comm: str | None, devices: int) -> None:
     """DDP, and the ways of exchange that round nothing, give the weights of one process on the CPU."""
     for weights in run_ranks(trained, devices, comm, timeout=100):
@@ -93,8 +94,8 @@ def _trained_by(comms: list[str]) -> dict[str, list[list[float]]]:
     return {comm: trained(comm, torch.optim.Adam if "qadam" in comm else torch.optim.SGD) for comm in comms}
 
 
+@in_nightly
 @pytest.mark.gpu(2, 4)
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_ways_of_exchange_are_those_of_the_cpu(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each algorithm, also one that rounds, computes on devices what it computes on as many ranks on the CPU."""
     comms = [each for each in (*GRADIENT, *WEIGHT) if "async" not in each]  # which goes by the clock
@@ -130,6 +131,7 @@ def _resumed(folder: str, at: int | None) -> tuple[list[list[float]], list[float
     return weights, drawn[-(STEPS - STEPS // 2) :], str(optimizer.state[next(iter(optimizer.state))]["exp_avg"].device)
 
 
+@in_nightly
 @pytest.mark.gpu(1, 2, 4)
 def test_resumed_with_the_random_numbers_of_every_device(devices: int, tmp_path: Path) -> None:
     """A run that is taken up draws on each rank's device what the first run drew there, and ends with its weights."""
@@ -147,6 +149,7 @@ def _told(folder: str, at: int) -> int:
     return current_world().counts[f"said no random numbers of {accelerator()}"]
 
 
+@again
 @pytest.mark.gpu(2)
 def test_resumed_from_the_cpu(tmp_path: Path) -> None:
     """A run of the CPU is taken up on devices, and a line says once that it has no random numbers of theirs."""
@@ -158,6 +161,7 @@ def test_resumed_from_the_cpu(tmp_path: Path) -> None:
     assert run_ranks(_told, 2, str(tmp_path), STEPS // 2, timeout=100) == [0, 0]
 
 
+@again
 @pytest.mark.gpu(2)
 def test_a_checkpoint_of_devices_is_one_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loads where there are no devices, and one of the CPU loads onto a device."""
@@ -197,9 +201,9 @@ print(load_file(f"{sys.argv[1]}/state.safetensors"), dw.load(f"{sys.argv[1]}/par
 """
 
 
+@in_nightly
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_a_file_names_no_device(strategy: str, tmp_path: Path) -> None:
     """Whatever was on a device when it was saved, in any format, is read where there is none, by torch alone."""
 
@@ -227,6 +231,7 @@ def test_a_file_names_no_device(strategy: str, tmp_path: Path) -> None:
     assert accelerator() not in done.stdout
 
 
+@again
 @pytest.mark.gpu(2, 4)
 def test_the_shuffled_loop_of_every_launcher(devices: int) -> None:
     """The loop by which launchers are tested, whose loader gives batches on the device."""
@@ -234,6 +239,7 @@ def test_the_shuffled_loop_of_every_launcher(devices: int) -> None:
     training.assert_equal_to_reference(weights, training.reference())
 
 
+@again
 @pytest.mark.gpu(1, 2, 4)
 def test_a_scaler_of_the_users_own(devices: int) -> None:
     """``torch.amp.GradScaler`` of the devices' type: a step that overflows on one rank is left out by all."""
@@ -274,13 +280,12 @@ def cells() -> Iterator[Any]:
             continue
         whole = BEHAVIOURS if cell.name in WHOLE else HEART if cell.nprocs == 4 else cell.only or AGAIN
         asked = set(whole) - set(cell.lacks)
-        again = pytest.mark.slow("a test of the CPU again, on pretended devices")
-        yield pytest.param(cell, cell.nprocs, HEART & asked, marks=again, id=f"{cell.name}, the heart")
+        yield pytest.param(cell, cell.nprocs, HEART & asked, id=f"{cell.name}, the heart")
         if asked - HEART:
-            again = pytest.mark.exhaustive("some sixty behaviours, which the suite of the CPU shows too")
-            yield pytest.param(cell, cell.nprocs, asked - HEART, marks=again, id=cell.name)
+            yield pytest.param(cell, cell.nprocs, asked - HEART, id=cell.name)
 
 
+@in_nightly
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
 @pytest.mark.parametrize(("cell", "devices", "asked"), list(cells()))
 def test_it_conforms(cell: Cell, devices: int, asked: Collection[str]) -> None:

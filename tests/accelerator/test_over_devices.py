@@ -17,6 +17,7 @@ import distwrap as dw
 from distwrap.devices.kinds import kind_of_torch
 from distwrap.errors import ModelError
 from tests.accelerator import accelerator
+from tests.accelerator.marks import again, in_nightly
 from tests.accelerator.test_equality import STEPS, alone, assert_near, data, net
 from tests.ports import free_port
 
@@ -37,6 +38,7 @@ class Seeing(nn.Module):
         return found
 
 
+@again
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL")  # torch's, of gradients that it adds up
 @pytest.mark.gpu(1, 2, 4)
 def test_data_parallel(devices: int) -> None:
@@ -58,6 +60,7 @@ def test_data_parallel(devices: int) -> None:
     assert_near(weights, alone(1))
 
 
+@in_nightly
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("strategy", ["dp", "ddp2"])
 def test_devices_over_which_torch_divides_nothing(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +74,8 @@ def test_devices_over_which_torch_divides_nothing(strategy: str, monkeypatch: py
         dw.distributed(strategy=strategy, nprocs=1)(lambda: dw.wrap_model(net()))()
 
 
+@in_nightly
 @pytest.mark.gpu(4)
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_two_nodes_of_two_devices(tmp_path: Path) -> None:
     """Under ``strategy="ddp2"`` a node is one process over its two devices, and gradients go between the nodes."""
     port = free_port()

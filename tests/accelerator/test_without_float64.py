@@ -15,6 +15,7 @@ from distwrap.group.collectives import total
 from distwrap.testing import check_strategy, run_ranks
 from distwrap.testing.behaviours import BEHAVIOURS
 from tests.accelerator import accelerator
+from tests.accelerator.marks import again, in_nightly
 from tests.accelerator.test_equality import STEPS, assert_near, data, hidden, net
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
 from tests.slow import slow
@@ -58,6 +59,7 @@ def _exchanged() -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
+@again
 def test_exchange_is_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers and tensors in float64 lose nothing on the way; a mean of whole numbers on a device is a float32."""
     found = run_ranks(_exchanged, 2, timeout=100)
@@ -81,6 +83,7 @@ def _apart(changed: bool) -> str:
     return ""
 
 
+@in_nightly
 def test_what_differs_is_told() -> None:
     """`assert_in_sync` tells tensors apart, with the sums of their numbers."""
     assert run_ranks(_apart, 2, False, timeout=100) == ["", ""]
@@ -107,7 +110,7 @@ def _trained(comm: str | None) -> list[list[float]]:
     return [parameter.detach().cpu().flatten().tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
+@in_nightly
 def test_ways_of_exchange_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each algorithm computes what it computes on the CPU, but for roundings, which move a code of 8 bits by one."""
     comms = [None, *(each for each in (*GRADIENT, *WEIGHT) if "async" not in each)]
@@ -118,10 +121,10 @@ def test_ways_of_exchange_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) 
             assert_near(mine[comm], theirs[comm], 1e-3 if "8" in str(comm) or "qadam" in str(comm) else 1e-5)
 
 
+@in_nightly
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(slow(each, why="some thirty behaviours") for each in ("zero2", "fsdp", "pipeline"))]
 )
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_the_suite(strategy: str) -> None:
     """All that a loop does passes, in float32; of strategies that divide it is asked what depends on how they do."""
     (cell,) = (each for each in CELLS if each.name == strategy)

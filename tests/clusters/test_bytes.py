@@ -51,6 +51,7 @@ main(json.loads(sys.argv[1]))
 COMMS = ["allreduce", "fp16", "bytegrad", "qadam(warmup_steps=1, bits=1)", "local_sgd(sync_every=1)"]
 
 
+@pytest.mark.nightly(row="hosts", why="comm/test_bytes.py, by what DDP sends")
 @pytest.mark.slow("sends and counts on hosts of its own")
 def test_what_we_count_is_what_leaves_the_host(two_hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -12,12 +12,14 @@ from tests.clusters.namespaces import Hosts
 from tests.clusters.running import JOB, PYTHON, assert_like_one_process, ended, run, started, wait_for_line
 
 pytestmark = pytest.mark.slow("restarts over hosts")
+in_nightly = pytest.mark.nightly(row="hosts", why="launch/test_elastic.py, on one host")
 
 
 def torchrun(*words: str) -> list[str]:
     return [PYTHON, "-m", "torch.distributed.run", *words, JOB[1]]
 
 
+@in_nightly
 @pytest.mark.parametrize("launcher", ["auto", "spawn"])
 def test_failed_ranks_start_again(launcher: str, tmp_path: Path) -> None:
     """After an exception, and after a death, the run goes on from its checkpoint, to the weights of one process."""
@@ -32,6 +34,7 @@ def test_failed_ranks_start_again(launcher: str, tmp_path: Path) -> None:
     assert_like_one_process(done.values()[0], 4)
 
 
+@in_nightly
 def test_when_no_restart_is_left(tmp_path: Path) -> None:
     """The last attempt's failure is raised in the caller, in its own type, once."""
     done = run([*JOB, "4"], JOB_FAILS="always@2", DISTWRAP_NPROCS="2", DISTWRAP_MAX_RESTARTS="1")
@@ -41,6 +44,7 @@ def test_when_no_restart_is_left(tmp_path: Path) -> None:
     assert "torch.distributed.elastic" not in done.output
 
 
+@in_nightly
 def test_under_torchrun(tmp_path: Path) -> None:
     """torchrun's own restarts find a fresh meeting place too."""
     done = run(
@@ -53,6 +57,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         assert_like_one_process(value, 4)
 
 
+@in_nightly
 def test_two_agents_of_torchrun_here() -> None:
     """Two agents on one machine are two nodes."""
     words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29447"]
@@ -66,6 +71,7 @@ def test_two_agents_of_torchrun_here() -> None:
         assert_like_one_process(each.values()[0])
 
 
+@in_nightly
 def test_a_rank_and_then_a_whole_host_are_lost(two_hosts: Hosts, tmp_path: Path) -> None:
     """With nnodes="1:2" training goes on after both, on one host, to the weights of one process."""
     env = {"DISTWRAP_NNODES": "1:2", "DISTWRAP_RDZV_ENDPOINT": "hosta:29448", "DISTWRAP_NPROCS": "1"}
@@ -96,6 +102,7 @@ def test_a_rank_and_then_a_whole_host_are_lost(two_hosts: Hosts, tmp_path: Path)
     assert_like_one_process(done.values()[0], 24)
 
 
+@in_nightly
 def test_a_host_that_comes_later_joins(two_hosts: Hosts, tmp_path: Path) -> None:
     """A second host that comes while the first one trains makes it go on with both."""
     env = {"DISTWRAP_NNODES": "1:2", "DISTWRAP_RDZV_ENDPOINT": "hosta:29449", "DISTWRAP_NPROCS": "1"}
@@ -112,6 +119,7 @@ def test_a_host_that_comes_later_joins(two_hosts: Hosts, tmp_path: Path) -> None
     assert_like_one_process(values[0], 60)
 
 
+@in_nightly
 def test_too_few_hosts(two_hosts: Hosts) -> None:
     """A host alone at an endpoint that nobody holds says so."""
     env = {"DISTWRAP_NNODES": "1:2", "DISTWRAP_RDZV_ENDPOINT": f"{two_hosts.nobody}:29450", "DISTWRAP_NPROCS": "1"}
@@ -120,6 +128,7 @@ def test_too_few_hosts(two_hosts: Hosts) -> None:
     assert f"no node answers ({two_hosts.nobody} port 29450" in alone.output, alone.output
 
 
+@in_nightly
 def test_what_an_outer_launcher_has_decided_is_said() -> None:
     """Options that torchrun decides are left to it, with a line each, and what to use there."""
     done = run(torchrun("--standalone", "--nproc-per-node=2"), DISTWRAP_NPROCS="3", DISTWRAP_MAX_RESTARTS="1")

@@ -21,6 +21,9 @@ from tests.clusters.running import JOB, PYTHON, Ended, assert_like_one_process, 
 from tests.limits import SOON
 
 pytestmark = pytest.mark.slow("callers on hosts of their own, network namespaces")
+in_nightly = pytest.mark.nightly(
+    row="hosts", why="test_the_same_command_on_both, and faults/test_matrix.py on one host"
+)
 
 ENDPOINT = "hosta:29444"
 BOTH = {"DISTWRAP_NNODES": "2", "DISTWRAP_RDZV_ENDPOINT": ENDPOINT, "DISTWRAP_NPROCS": "1", "DISTWRAP_TIMEOUT": "30"}
@@ -56,6 +59,7 @@ def test_the_same_command_on_both(two_hosts: Hosts) -> None:
     assert "4 ranks on 2 nodes (hosta), cpu, gloo on eth0" in first.output
 
 
+@in_nightly
 def test_hosts_with_other_numbers_of_ranks(two_hosts: Hosts) -> None:
     """One host may start more ranks than the other."""
     each = {"hosta": {"DISTWRAP_NPROCS": "1"}, "hostb": {"DISTWRAP_NPROCS": "2"}}
@@ -70,6 +74,7 @@ def test_hosts_with_other_numbers_of_ranks(two_hosts: Hosts) -> None:
     assert_like_one_process(first.values()[0], 1)
 
 
+@in_nightly
 @pytest.mark.parametrize(
     ("variables", "number"),
     [
@@ -91,6 +96,7 @@ def test_a_process_is_a_machine(two_hosts: Hosts, variables: dict[str, str], num
     assert_like_one_process(first.values()[0])
 
 
+@in_nightly
 def test_the_doctor_over_both(two_hosts: Hosts) -> None:
     """The doctor starts ranks on both hosts, and names the interface and the hosts; node 1 points to node 0."""
     first, second = on_both(two_hosts, PYTHON, "-m", "distwrap", "doctor", "--nprocs", "1", **_without_nprocs())
@@ -122,6 +128,7 @@ def by_torchrun(hosts: Hosts, **env: str) -> list[Ended]:
         return [ended(process) for process in processes]
 
 
+@in_nightly
 def test_torchrun(two_hosts: Hosts) -> None:
     """Under torchrun with an agent a host the script joins."""
     both = by_torchrun(two_hosts)
@@ -131,6 +138,7 @@ def test_torchrun(two_hosts: Hosts) -> None:
         assert_like_one_process(each.values()[0])
 
 
+@in_nightly
 def test_a_failure_under_torchrun_crosses_hosts(two_hosts: Hosts) -> None:
     """Without a caller of ours the ranks tell each other: the cause is in both hosts' output."""
     first, second = by_torchrun(two_hosts, JOB_FAILS="raise@1")
@@ -141,6 +149,7 @@ def test_a_failure_under_torchrun_crosses_hosts(two_hosts: Hosts) -> None:
     assert "rank 1 on hostb" in first.output
 
 
+@in_nightly
 def test_an_exception_crosses_hosts(two_hosts: Hosts) -> None:
     """What a rank on one host raises is raised in the callers on both, in its own type, with its traceback."""
     first, second = on_both(two_hosts, *JOB, JOB_FAILS="raise@1", **BOTH)
@@ -151,6 +160,7 @@ def test_an_exception_crosses_hosts(two_hosts: Hosts) -> None:
         assert "in fail_if_asked" in each.output
 
 
+@in_nightly
 def test_a_killed_rank_is_told_on_both_hosts(two_hosts: Hosts) -> None:
     """A rank that is killed on one host ends the run on both, with its name."""
     start = time.monotonic()
@@ -160,6 +170,7 @@ def test_a_killed_rank_is_told_on_both_hosts(two_hosts: Hosts) -> None:
     assert time.monotonic() - start < SOON
 
 
+@in_nightly
 def test_a_lost_host_is_told(two_hosts: Hosts) -> None:
     """When a whole host goes, the other knows within seconds, by its name."""
     with running(two_hosts, *JOB, "40", JOB_SLOW="0.5", **BOTH) as (first, second):
@@ -173,6 +184,7 @@ def test_a_lost_host_is_told(two_hosts: Hosts) -> None:
     assert time.monotonic() - start < LOST_SECONDS  # it was noticed by more than its silence
 
 
+@in_nightly
 def test_a_lost_host_zero_is_told(two_hosts: Hosts) -> None:
     """The same where it is the host that holds the store."""
     with running(two_hosts, *JOB, "40", JOB_SLOW="0.5", **BOTH) as (first, second):
@@ -184,6 +196,7 @@ def test_a_lost_host_zero_is_told(two_hosts: Hosts) -> None:
     assert "node 0 (hosta) is gone" in left.output, left.output
 
 
+@in_nightly
 def test_a_link_that_is_cut_for_a_moment(two_hosts: Hosts) -> None:
     """A run survives five seconds without a network."""
     with running(two_hosts, *JOB, "20", JOB_SLOW="0.1", **BOTH) as (first, second):
@@ -195,6 +208,7 @@ def test_a_link_that_is_cut_for_a_moment(two_hosts: Hosts) -> None:
     assert [each.code for each in both] == [0, 0], both
 
 
+@in_nightly
 def test_a_link_that_is_cut(two_hosts: Hosts) -> None:
     """Without a network both hosts end, each with the other's name, though nothing tells them; none waits in torch."""
     with running(two_hosts, *JOB, "1000", JOB_SLOW="0.1", JOB_LOST="10", **BOTH) as (first, second):
@@ -212,6 +226,7 @@ def test_a_link_that_is_cut(two_hosts: Hosts) -> None:
     assert seconds < 2 * LOST_SECONDS
 
 
+@in_nightly
 def test_a_ctrl_c_on_one_host_ends_both(two_hosts: Hosts) -> None:
     """Who presses Ctrl-C on one host does not leave the other waiting."""
     with running(two_hosts, *JOB, "60", JOB_SLOW="0.5", **BOTH) as (first, second):
@@ -243,6 +258,7 @@ def alone(two_hosts: Hosts) -> dict[str, Ended]:
         return {case: ended(process) for case, process in processes.items()}
 
 
+@in_nightly
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -268,6 +284,7 @@ def test_a_caller_that_comes_alone(two_hosts: Hosts, alone: dict[str, Ended], ca
         assert each.format(**addresses, nobody=two_hosts.nobody) in alone[case].output, alone[case].output
 
 
+@in_nightly
 @pytest.mark.parametrize(
     ("interface", "message"),
     [
@@ -284,6 +301,7 @@ def test_a_wrong_interface(two_hosts: Hosts, interface: str, message: str) -> No
     assert time.monotonic() - start < SOON
 
 
+@in_nightly
 def test_two_with_the_same_number(two_hosts: Hosts) -> None:
     """Two machines with one node rank are both named, to the one that came second."""
     each = {name: {"DISTWRAP_NODE_RANK": "1"} for name in two_hosts.names}
@@ -296,6 +314,7 @@ def test_two_with_the_same_number(two_hosts: Hosts) -> None:
     assert "there are two nodes with node_rank=1: host" in refused.output, refused.output
 
 
+@in_nightly
 def test_another_version_on_one_host(two_hosts: Hosts, tmp_path: Path) -> None:
     """Two versions of distwrap do not run together; both are quoted."""
     package = Path(distwrap.__file__).parent

@@ -24,6 +24,7 @@ from tests.clusters.test_mpi import MPICH, OPEN_MPI, needs
 from tests.timing.test_trace import arrows_of, ranks_of, read
 
 pytestmark = pytest.mark.slow("starts interpreters, under launchers of all kinds")
+in_nightly = pytest.mark.nightly(row="hosts", why="process/ asks ranks where they are on one host")
 
 TRAINING = [PYTHON, looked_at.__file__, "100"]
 DISTWRAP = [PYTHON, "-m", "distwrap"]
@@ -74,6 +75,7 @@ def table_of(look: Callable[[], str]) -> list[list[str]]:
     return lines
 
 
+@in_nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_by_the_launchers_number(launcher: str) -> None:
     """`top PID` knows the process that a user has started, also where that is the launcher's, or a shell."""
@@ -96,6 +98,7 @@ def test_by_the_launchers_number(launcher: str) -> None:
             process.wait(30)
 
 
+@in_nightly
 def test_under_srun(slurm: Slurm) -> None:
     """A step beside the training shows its ranks on each of the job's nodes."""
     printed = slurm.folder / "looked_at"
@@ -140,6 +143,7 @@ def look_at(pid: int, *words: str) -> str:
     return printed.getvalue()
 
 
+@in_nightly
 def test_two_hosts_of_one_kernel(two_hosts: Hosts) -> None:
     """Callers on several hosts: each is known by its number, and the ranks of one kernel see each other."""
     with ExitStack() as stack:
@@ -157,6 +161,7 @@ def another_kernel(folder: Path) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", inside, "sh"]
 
 
+@in_nightly
 def test_two_hosts_with_a_kernel_each(two_hosts: Hosts, tmp_path: Path) -> None:
     """A table has the ranks of a node; where all ranks are is asked for, as SIGQUIT to a caller does."""
     here = two_hosts.command("hosta", *TRAINING)
@@ -177,6 +182,7 @@ def test_two_hosts_with_a_kernel_each(two_hosts: Hosts, tmp_path: Path) -> None:
         wait_for_line(first, "where the ranks are")
 
 
+@in_nightly
 def test_a_trace_over_hosts_whose_clocks_differ(two_hosts: Hosts, tmp_path: Path) -> None:
     """A clock that is 30 s ahead is set right: an exchange ends at one time on both, and arrows lead forwards."""
     needs("gcc")

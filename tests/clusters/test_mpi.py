@@ -11,6 +11,7 @@ from tests.clusters.namespaces import Hosts
 from tests.clusters.running import JOB, assert_like_one_process, is_like_one_process, run
 
 pytestmark = pytest.mark.slow("starts interpreters under mpirun")
+in_nightly = pytest.mark.nightly(row="mpi", why="test_mpich_over_two_hosts")
 
 OPEN_MPI = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
 MPICH = ["mpirun.mpich"]
@@ -21,6 +22,7 @@ def needs(program: str) -> None:
         pytest.skip(f"not installed: {program}")
 
 
+@in_nightly
 @pytest.mark.parametrize(("command", "source"), [(OPEN_MPI, "open_mpi"), (MPICH, "mpich")], ids=["open_mpi", "mpich"])
 def test_two_runs_of_two_ranks_here(command: list[str], source: str) -> None:
     """`mpirun -np 2` needs no address and no port: two runs at once find a port each, by the job or its parent."""
@@ -40,6 +42,7 @@ def test_two_runs_of_two_ranks_here(command: list[str], source: str) -> None:
     assert [len(one_epoch), len(two_epochs)] == [2, 2], done.values()
 
 
+@in_nightly
 def test_a_failure_has_its_cause() -> None:
     """The rank that failed prints its exception, and the other says who failed, not that a connection was closed."""
     needs(MPICH[0])
@@ -48,6 +51,7 @@ def test_a_failure_has_its_cause() -> None:
     assert "ValueError: rank 1 stumbles in epoch 1" in done.output
 
 
+@in_nightly
 def test_open_mpi_over_two_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
     """Over two hosts the user names rank 0's machine; the interface that leads there is found."""
     needs(OPEN_MPI[0])

@@ -14,6 +14,7 @@ from tests.clusters.slurm import Slurm
 from tests.clusters.test_hosts import BOTH, on_both
 
 pytestmark = pytest.mark.slow("runs over nodes")
+in_nightly = pytest.mark.nightly(row="slurm", why="network/test_secret.py, on one host")
 
 PROGRAM = """
 import os
@@ -57,6 +58,7 @@ def srun(slurm: Slurm, program: str, **env: str) -> Ended:
     return Ended.of(done.returncode, done.stdout + done.stderr)
 
 
+@in_nightly
 def test_munge_carries_it_under_slurm(slurm: Slurm, program: str, tmp_path: Path) -> None:
     """Where munge's commands reach its daemon, nothing is to be configured; where they do not, the error says what."""
     for name in ("munge", "unmunge"):
@@ -70,6 +72,7 @@ def test_munge_carries_it_under_slurm(slurm: Slurm, program: str, tmp_path: Path
     assert "Set DISTWRAP_SECRET_FILE for all of them" in done.output
 
 
+@in_nightly
 @pytest.mark.parametrize("given", ["a file", "trust"])
 def test_the_user_gives_one(slurm: Slurm, program: str, secret: str, given: str) -> None:
     """A file that all ranks have lets them through, and so does the word that the network is trusted."""
@@ -79,6 +82,7 @@ def test_the_user_gives_one(slurm: Slurm, program: str, secret: str, given: str)
     assert done.output.count("FOUND [0, 1]") == 2, done.output
 
 
+@in_nightly
 def test_over_two_hosts(two_hosts: Hosts, program: str, secret: str) -> None:
     """The same where a caller on each host starts the ranks; a host without the file is told of."""
     first, second = on_both(two_hosts, PYTHON, program, **BOTH, DISTWRAP_SECRET_FILE=secret)

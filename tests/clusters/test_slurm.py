@@ -13,6 +13,7 @@ from tests.clusters.slurm import Slurm
 from tests.limits import SOON
 
 pytestmark = pytest.mark.slow("runs jobs under a Slurm of its own")
+in_nightly = pytest.mark.nightly(row="slurm", why="test_uneven_tasks")
 
 
 def srun(slurm: Slurm, *words: str, **env: str) -> Ended:
@@ -44,6 +45,7 @@ def _state(slurm: Slurm, job: str) -> str:
     return shown.partition("JobState=")[2].partition(" ")[0]
 
 
+@in_nightly
 def test_two_nodes_and_four_tasks(slurm: Slurm, tmp_path: Path) -> None:
     """`srun -N2 -n4` makes one world: ranks know their nodes, weights are as of one process, one report comes."""
     path = tmp_path / "new" / "times.json"
@@ -74,6 +76,7 @@ def test_uneven_tasks(slurm: Slurm) -> None:
     assert_like_one_process(done.values()[0], 1)
 
 
+@in_nightly
 def test_a_batch_script_without_a_step(slurm: Slurm, tmp_path: Path) -> None:
     """In sbatch's own shell nobody has started tasks: the ranks are launched here, and do not wait for others."""
     job = submit(slurm, tmp_path, f"DISTWRAP_NPROCS=2 {' '.join(JOB)}", "-N2", "-n4")
@@ -84,6 +87,7 @@ def test_a_batch_script_without_a_step(slurm: Slurm, tmp_path: Path) -> None:
     assert_like_one_process(done.values()[0])
 
 
+@in_nightly
 def test_the_doctor_speaks_for_the_whole_step(slurm: Slurm) -> None:
     """Every task runs it, and one report comes out, with both nodes' ranks."""
     done = srun(slurm, "-N2", "-n2", "--ntasks-per-node=1", JOB[0], "-m", "distwrap", "doctor")
@@ -94,6 +98,7 @@ def test_the_doctor_speaks_for_the_whole_step(slurm: Slurm) -> None:
     assert "No problems found." in done.output
 
 
+@in_nightly
 def test_a_batch_script_with_two_steps_at_once(slurm: Slurm, tmp_path: Path) -> None:
     """sbatch with srun inside is the same as srun, and two steps of one job on the same nodes are two worlds."""
     step = f"srun --overlap -N2 -n2 --ntasks-per-node=1 {' '.join(JOB)}"
@@ -108,6 +113,7 @@ def test_a_batch_script_with_two_steps_at_once(slurm: Slurm, tmp_path: Path) -> 
     assert [len(one_epoch), len(two_epochs)] == [2, 2], done.values()
 
 
+@in_nightly
 def test_a_rank_that_dies_ends_the_step(slurm: Slurm) -> None:
     """A failure on one node reaches the others, with the first cause, though srun itself would wait."""
     start = time.monotonic()
@@ -118,6 +124,7 @@ def test_a_rank_that_dies_ends_the_step(slurm: Slurm) -> None:
     assert time.monotonic() - start < SOON
 
 
+@in_nightly
 def test_a_requeued_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     """A job that a job of a higher priority pushes out is queued again, and goes on from its checkpoint."""
     last = tmp_path / "last.pt"

@@ -17,6 +17,7 @@ from tests.clusters.running import Ended, environment, started, wait_for_line
 from tests.clusters.slurm import Slurm
 
 pytestmark = pytest.mark.slow("runs jobs under a Slurm of its own")
+in_nightly = pytest.mark.nightly(row="slurm", why="test_a_call_comes_home_with_the_weights_of_one_process")
 
 COMMAND = [sys.executable, slurm_program.__file__]
 
@@ -58,6 +59,7 @@ def test_a_call_comes_home_with_the_weights_of_one_process(
     assert "rank 3 of 4 is there" in (logs / "rank_3.stdout.log").read_text()
 
 
+@in_nightly
 def test_a_job_of_one_rank(slurm: Slurm, folder: Path) -> None:
     """It trains as one process, on its node."""
     done = submitted(slurm, folder, "one rank")
@@ -67,6 +69,7 @@ def test_a_job_of_one_rank(slurm: Slurm, folder: Path) -> None:
     assert weights == pytest.approx(slurm_program.trained(), abs=1e-5)
 
 
+@in_nightly
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
@@ -86,6 +89,7 @@ def test_a_failure_comes_home(slurm: Slurm, folder: Path, kind: str, error: str,
     assert all(each in told["text"] for each in words), done.output
 
 
+@in_nightly
 def test_ctrl_c_cancels_the_job(slurm: Slurm, folder: Path) -> None:
     """What the caller has started ends with it."""
     env = {"SLURM_CONF": slurm.env["SLURM_CONF"]}
@@ -95,6 +99,7 @@ def test_ctrl_c_cancels_the_job(slurm: Slurm, folder: Path) -> None:
         assert "interrupted" in process.communicate(timeout=60)[0]
 
 
+@in_nightly
 def test_a_job_ends_whose_caller_was_killed(slurm: Slurm, tmp_path: Path) -> None:
     """The ranks see that the caller gives no sign, and end: the cluster is not left busy for nobody."""
     env = {"SLURM_CONF": slurm.env["SLURM_CONF"]}

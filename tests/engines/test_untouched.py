@@ -45,5 +45,5 @@ def test_no_engine_is_imported_unless_it_is_chosen(launcher: str, tmp_path: Path
 
 
 def test_there_is_something_to_leave_alone() -> None:
-    """In each environment of `make test-engines`, and of `make test-all`, at least one of them is installed."""
+    """In each environment of an engine, and of `make test-all`, at least one of them is installed."""
     assert any(find_spec(name) for name in ENGINES)
