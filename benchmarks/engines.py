@@ -4,7 +4,7 @@ A model of 97.9 million parameters, AdamW, float32, on the CPU over gloo, on two
 and take their steps in turns; then they are started in turns, from the launch of the ranks' processes to the end of
 their first step. Memory is that of a process above what it took before the model was made and the engine imported.
 
-DeepSpeed and Horovod have environments of their own, which `make test-engines` makes: `.venv-deepspeed` and
+DeepSpeed and Horovod have environments of their own, which `make nightly` makes: `.venv-deepspeed` and
 `.venv-horovod` beside the project are found, others by `--python deepspeed=PATH` or in `DEEPSPEED_PYTHON`.
 
     python benchmarks/engines.py [--quick] [--python ENGINE=PATH] [--json FILE]     # half an hour, 10 GB of memory
@@ -78,7 +78,7 @@ def interpreters(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, st
         usual = root / f".venv-{engine}" / "bin" / "python"
         python = named.get(engine) or os.environ.get(f"{engine.upper()}_PYTHON") or str(usual)
         if not Path(python).exists():
-            reasons[engine] = f"for there is no {python}: make test-engines ENGINES={engine}, or --python {engine}=PATH"
+            reasons[engine] = f"for there is no {python}: make nightly ROWS={engine}, or --python {engine}=PATH"
         elif subprocess.run(
             [python, "-c", f"import importlib.util as u; exit(not u.find_spec('{engine}'))"]
         ).returncode:

@@ -1,4 +1,4 @@
-"""The two tiers of tests on pretended devices: `make test` has none of them, since a compiler works a minute for them."""
+"""The two tiers of tests on pretended devices: `make test` has none, since a compiler works a minute for them."""
 
 from __future__ import annotations
 
