@@ -56,7 +56,7 @@ test-exhaustive: $(VENV)/.installed-test test-engines
 test-gpu:
 	$(PYTHON) -m pytest -m "gpu or cuda"
 
-ENGINES ?= deepspeed ray transformers torchft hivemind
+ENGINES ?= deepspeed ray transformers hivemind
 TESTS = not exhaustive
 test-engines: $(ENGINES:%=test-engine-%)
 test-engine-%: $(VENV)-%/.installed
