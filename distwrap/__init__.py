@@ -81,8 +81,6 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
     register_strategy: Make a strategy known by a name, for ``@distributed(strategy=name)`` and
         ``wrap_model(strategy=name)``.
     report: Measure where the time goes within a ``with``, on all ranks; every rank must enter and leave it.
-    resumable: Yield the elements of the outer loop; a rank that was lost and comes back continues where the others
-        are.
     resume_from: Load the checkpoint that `save` wrote last to a path; return ``None`` on every rank if there is none
         yet.
     run_state: Return an object with the state of the run: all random numbers, the seed, and the gradient scaler of
@@ -148,7 +146,6 @@ if typing.TYPE_CHECKING:
         reduce as reduce,
     )
     from distwrap.group.gathering import gather as gather
-    from distwrap.group.members import resumable as resumable
     from distwrap.group.printing import get_logger as get_logger, print as print
     from distwrap.group.rank_zero import (
         on_rank_zero as on_rank_zero,
@@ -229,7 +226,6 @@ _MODULES = {
     "group.world": "device is_rank_zero local_rank local_world_size node_rank placement rank world_size",
     "group.collectives": "agree barrier broadcast gather_object mean reduce",
     "group.gathering": "gather",
-    "group.members": "resumable",
     "group.printing": "get_logger print",
     "group.rank_zero": "on_rank_zero rank_zero_first rank_zero_only",
     "launch.other_callers": "NodeSummary",

@@ -47,7 +47,6 @@ class GivenOptions(TypedDict, total=False):
     seed: int | None
     timeout: float
     max_restarts: int
-    max_lost: int
     retrofit: bool
     report: bool | str | os.PathLike[str]
     log_dir: str | os.PathLike[str] | None
@@ -193,7 +192,6 @@ def distributed(
     seed: int | None = None,
     timeout: float = 600.0,
     max_restarts: int = 0,
-    max_lost: int = 0,
     returns: Literal["rank0"] = "rank0",
     retrofit: bool = False,
     report: bool | str | os.PathLike[str] = False,
@@ -216,7 +214,6 @@ def distributed(
     seed: int | None = None,
     timeout: float = 600.0,
     max_restarts: int = 0,
-    max_lost: int = 0,
     returns: Literal["all"],
     retrofit: bool = False,
     report: bool | str | os.PathLike[str] = False,
@@ -260,8 +257,6 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         seed: seeds all ranks alike, and their loaders' workers apart.
         timeout: seconds for a collective, at most 120 of them for all ranks to arrive.
         max_restarts: how often all ranks are started again after one has failed; see `resume_from`.
-        max_lost: how many ranks may be lost at a time while the others go on, each started again meanwhile; the loop
-            is then over `resumable` (the extra ``torchft``).
         returns: ``"rank0"``, or ``"all"`` for the list of all ranks' values.
         retrofit: wrap models, optimizers and loaders among the arguments before the function sees them, and write the
             trained weights and optimizer state back into the caller's own objects.
@@ -277,7 +272,7 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         OptionError: an option is wrong, or the function is of a kind that cannot be launched.
 
     Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_NNODES``, ``_NODE_RANK``, ``_RDZV_ENDPOINT``,
-    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_SEED``, ``_TIMEOUT``, ``_MAX_RESTARTS``, ``_MAX_LOST``, ``_REPORT`` and
+    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_SEED``, ``_TIMEOUT``, ``_MAX_RESTARTS``, ``_REPORT`` and
     ``_LOG_DIR`` override these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in
     this process.
 

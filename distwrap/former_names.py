@@ -109,14 +109,25 @@ LAUNCHER_HINTS = {
 # What was here, or what people bring, and what is not here any more: by kind, each with what it was and what to write.
 REMOVED: dict[str, dict[str, str]] = {
     "strategy": {
+        "torchft": "it was torchft's steps, in which ranks could be lost while the others went on: write 'ddp' with "
+        "max_restarts=1, save() and resume_from(), or 'hivemind' for peers that come and go.",
         "colossalai": "it was ColossalAI's Gemini in Lightning, whose package needs GPUs and a torch of 2024: write "
         "'fsdp', which divides the same, or 'fsdp(cpu_offload=True)'.",
         "ipu_strategy": "it was Graphcore's IPUs in Lightning, whose package poptorch has ended: write 'ddp' on an "
         "accelerator that torch has, or 'pipeline' for stages.",
     },
-    "launcher": {},
+    "launcher": {
+        "replicas": "it was that of max_lost=, which started a lost rank again while the others went on: leave it out, "
+        "and write max_restarts=1, which starts all ranks again, with save() and resume_from()."
+    },
     "algorithm": {},
-    "function": {},  # of `import distwrap`
-    "option": {},  # of @distributed and of its environment variables
+    "function": {  # of `import distwrap`
+        "resumable": "it was the loop of a rank that was lost and came back, under max_lost=: write `for epoch in "
+        "range(start, epochs)` with the start from resume_from(), and max_restarts=1."
+    },
+    "option": {  # of @distributed, of its environment variables, and of strategies
+        "max_lost": "It is not here: it let ranks be lost while the others went on. Instead write max_restarts=1, with "
+        "save() and resume_from(), or strategy='hivemind' for peers that come and go."
+    },
     "command": {},
 }

@@ -154,7 +154,6 @@ class Options:
     seed: int | None = option(None, either(None, SEED), "the seed of all ranks", WHOLE)
     timeout: float = option(600.0, SECONDS, "seconds for a collective", NUMBER)
     max_restarts: int = option(0, whole(0), "restarts after a failure", WHOLE)
-    max_lost: int = option(0, whole(0), "ranks that may be lost while the others go on", WHOLE)
     returns: Returns = option("rank0", one_of("value for returns", get_args(Returns)), "whose values a call returns")
     retrofit: bool = option(False, _SWITCH, "whether models and loaders among the arguments are wrapped")
     report: bool | str = option(False, _REPORT, "whether to tell where the time goes; a path gets the figures", REPORT)
@@ -215,7 +214,9 @@ class Options:
         for variable in env:
             ours = variable.startswith(ENVIRONMENT_PREFIX) and variable not in (*known, STORE, LAUNCHER, SCRIPT)
             if ours or _is_misspelt(variable, known):
-                hint = for_variable(variable, env[variable], VARIABLES) or _without_variable(variable)
+                name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+                removed = REMOVED["option"].get(name)
+                hint = removed or for_variable(variable, env[variable], VARIABLES) or _without_variable(name)
                 raise OptionError(unknown_name("variable", variable, known, {variable: hint}))
         check_words(env)
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}
@@ -242,8 +243,8 @@ def _is_misspelt(variable: str, known: Iterable[str]) -> bool:
     return bool(difflib.get_close_matches(text, known, n=1, cutoff=0.92))
 
 
-def _without_variable(variable: str) -> str:
-    name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+def _without_variable(name: str) -> str:
+    """Return what to write where an option has no variable; empty of a name that is no option."""
     if name not in DECLARATIONS or DECLARATIONS[name].text is not None:
         return ""
     return f"The option {name} has no variable: write @distributed({name}=…) or .options({name}=…)."

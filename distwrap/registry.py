@@ -29,7 +29,6 @@ StrategyName = Literal[
     "pipeline",
     "deepspeed",
     "horovod",
-    "torchft",
     "hivemind",
     "auto",
     "of_device",
@@ -40,9 +39,7 @@ StrategyName = Literal[
     "ddp_script",
     "ddp_notebook",
 ]
-LauncherName = Literal[
-    "auto", "fork", "forkserver", "spawn", "script", "elastic", "replicas", "ray", "slurm", "xla", "external"
-]
+LauncherName = Literal["auto", "fork", "forkserver", "spawn", "script", "elastic", "ray", "slurm", "xla", "external"]
 PrecisionName = Literal["32", "bf16", "bf16-true", "fp16"]
 AlgorithmName = Literal[
     "allreduce",
@@ -78,7 +75,6 @@ strategies: Registry[Strategy] = Registry(
         ("pipeline", "pipeline:PipelineStrategy", "the blocks of a model in stages on the ranks, over microbatches"),
         ("deepspeed", "deepspeed:DeepSpeedStrategy", "DeepSpeed's engine, ZeRO 1 to 3 with offload, behind the loop"),
         ("horovod", "horovod:HorovodStrategy", "DDP whose gradients Horovod averages"),
-        ("torchft", "torchft:TorchFTStrategy", "replicas of which some may be lost for a while: max_lost="),
         ("hivemind", "hivemind:HivemindStrategy", "peers that average now and then, and may come and go: hivemind"),
         ("auto", "auto:AutoStrategy", "the plainest of ddp, zero1, zero2, hsdp and fsdp that fits, by an estimate"),
         ("of_device", "of_device:of_device", "a strategy by its name, where torch has devices of a type: type='hpu'"),
@@ -152,7 +148,6 @@ launchers: Registry[Launcher] = Registry(
         ("spawn", "spawn:SpawnLauncher", "fresh interpreters"),
         ("script", "script:ScriptLauncher", "this command line again for the other ranks; this process is rank 0"),
         ("elastic", "elastic:ElasticLauncher", "torch elastic: ranks start again, and nodes come and go"),
-        ("replicas", "replicas:ReplicasLauncher", "a lost rank starts again while the others go on: max_lost="),
         ("ray", "ray:RayLauncher", "actors on a Ray cluster, with the resources that a rank needs"),
         ("slurm", "slurm:SlurmLauncher", "a Slurm job, which the call submits, waits for, and gets the results of"),
         ("xla", "xla:XlaLauncher", "processes of torch_xla, one for each of its devices: strategy='xla'"),

@@ -21,7 +21,7 @@ import distwrap
 ROOT = Path(__file__).parents[1]
 RELEASE = runpy.run_path(str(ROOT / ".ci" / "release.py"))
 # Extras that distwrap[all] leaves out: engines, which are asked for by their names, and what is for work on distwrap.
-ENGINES = {"deepspeed", "horovod", "torchft", "hivemind", "ray"}
+ENGINES = {"deepspeed", "horovod", "hivemind", "ray"}
 FOR_DEVELOPMENT = {"versions", "docs", "dev", "examples", "test"}
 NAMES_IN_CONDA = {"torch": "pytorch", "typing-extensions": "typing_extensions"}
 SETUP = configparser.ConfigParser()

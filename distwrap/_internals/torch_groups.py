@@ -4,24 +4,12 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 from contextlib import suppress
-from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
-
-
-def set_group_timeout(seconds: float) -> None:
-    """Set the time limit of the collectives of the process group, which otherwise is that of making the group.
-
-    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``.
-    Without it: collectives have the time limit of making the group.
-    """
-    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    if change is not None:
-        change(timedelta(seconds=seconds))
 
 
 def default_store() -> Store | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from distwrap.errors import CheckpointError, CollectiveError
 from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.failures import is_secondary
-from distwrap.group.members import done_by_one
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
 from distwrap.supervision.activity import Activity
@@ -30,10 +29,6 @@ def do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Seque
     Raises:
         CheckpointError: the work failed, with rank and host; or this rank's name contains its rank.
     """
-    done_by_one(lambda: _do_on_ranks(work, what, name, workers))
-
-
-def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequence[int]) -> None:
     rank, host = current_world().placement.rank, socket.gethostname()
     activity = current_world().part(Activity)
     activity.record(name)

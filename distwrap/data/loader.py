@@ -5,7 +5,6 @@ sampler and batch sampler are exchanged for ones that take a share of the same o
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, cast, get_args
 
@@ -16,7 +15,6 @@ from distwrap._internals.torch_data import held_iterators
 from distwrap.checks import one_of
 from distwrap.data import iterable_shards
 from distwrap.data.announcing import announce, summary
-from distwrap.data.changing import Changing
 from distwrap.data.dispatch import Dispatch
 from distwrap.data.empty_batches import refuse_no_steps
 from distwrap.data.endless import with_epochs
@@ -161,13 +159,6 @@ def shard_loader(
     shuffled = world.count("shuffled loader") if iterable or not isinstance(innermost(loader), SequentialSampler) else 1
     if alone and (iterable or (seed is None and order == "auto")):
         return only_moved(loader, Sharding(where, copy_ahead=copy_ahead))
-    if world.members is not None and (iterable or batch_size == "global"):
-        what = "batch_size='global'" if not iterable else f"an iterable dataset ({type(loader.dataset).__name__})"
-        raise LoaderError(
-            f"{what} does not go with max_lost=: the number of ranks changes in the run, and a rank that comes "
-            "back continues at a position in the order. Give the loader a dataset with indices, and "
-            "batch_size='per_rank'."
-        )
     held = held_iterators(loader)
     if held:
         loader = with_epochs(loader, held)
@@ -180,9 +171,6 @@ def shard_loader(
             f"split={split!r} is for an IterableDataset, but {type(loader.dataset).__name__} has indices."
         )
     result = _shard_indices(loader, world, sharding, mode, batch_size, order)
-    if world.members is not None:
-        remake = partial(_remade, loader, world, sharding, mode, batch_size, order)
-        result._sharding.changing = Changing(world.members, world.members.add_loader(result), remake)
     if alone:  # the loader itself here too
         loader.__dict__.update(result.__dict__)
         loader.__class__ = type(result)
@@ -202,21 +190,6 @@ def _same_on_all(
         result = _shard_indices(loader, world, sharding, "pad", "per_rank", order)
     world.part(SameInputs).loops[result] = lambda: sharding.position.now is not None
     return result
-
-
-def _remade(
-    loader: DataLoader[Item],
-    world: World,
-    sharding: Sharding,
-    mode: _Divided,
-    batch_size: BatchSize,
-    order: Orders,
-    rank: int,
-    size: int,
-) -> ShardedLoader[Item]:
-    """Return a loader sharded for another rank and number of ranks, where the ranks of a run have changed."""
-    anew = replace(sharding, rank=rank, world_size=size, position=Position())
-    return _shard_indices(loader, world, anew, mode, batch_size, order)
 
 
 def _shard_iterable(

@@ -48,8 +48,6 @@ class ShardedLoader(SkippingLoader[T_co]):
     def __iter__(self) -> Any:
         sharding = self._sharding
         timed = current_world().part(Activity).timed
-        if sharding.changing is not None:
-            return timed(sharding.changing.batches(self))
         if not sharding.uneven:
             return timed(self._rank_batches())
         sharding.lockstep = in_step(self, sharding.uneven, sharding.epoch_check.site if sharding.epoch_check else "")
@@ -323,7 +321,7 @@ class ShardedLoader(SkippingLoader[T_co]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Neither pickle nor copy would find this class by its name; but it follows from the user's own.
-        sharding = replace(self._sharding, epoch=None, epoch_check=None, lockstep=None, changing=None)
+        sharding = replace(self._sharding, epoch=None, epoch_check=None, lockstep=None)
         return _rebuilt, (type(self).__bases__[1], {**self.__dict__, ITERATOR: None, "_sharding": sharding})
 
 

@@ -12,7 +12,6 @@ from distwrap.data.position import Position
 from distwrap.data.samplers import Order, Share
 
 if TYPE_CHECKING:
-    from distwrap.data.changing import Changing
     from distwrap.data.dispatch import Dispatch
     from distwrap.data.epoch_check import EpochCheck
     from distwrap.data.lockstep import Lockstep
@@ -40,7 +39,6 @@ class Sharding:
         epoch_check: of the ranks' loops.
         epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
         same: whether all ranks get all of the data on purpose.
-        changing: makes the same loader for other ranks, where these may change in a run.
         own_state: the loop's position as the dataset or loader tells it, or why it could not, while that is ahead.
     """
 
@@ -61,7 +59,6 @@ class Sharding:
     epoch_check: EpochCheck | None = None
     epoch: torch.Tensor | None = None
     same: bool = False
-    changing: Changing | None = None
     own_state: dict[str, Any] | Exception | None = None
 
     @property

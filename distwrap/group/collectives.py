@@ -15,7 +15,6 @@ from distwrap.checks import one_of
 from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
-from distwrap.group.members import among_members
 from distwrap.group.messages import cannot_be_sent, of_every_rank, tensor_of
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
@@ -30,7 +29,6 @@ Key = TypeVar("Key")
 Whole = TypeVar("Whole", bound=int)
 
 
-@among_members
 def barrier() -> None:
     """Wait until every rank has called this; return at once in a single process."""
     if is_alone("barrier"):
@@ -46,7 +44,6 @@ def gather_object(value: Value, *, joined: Literal[False] = False) -> list[Value
 def gather_object(value: Sequence[Value], *, joined: Literal[True]) -> list[Value]: ...
 
 
-@among_members
 def gather_object(value: Any, *, joined: bool = False) -> list[Any]:
     """Return every rank's value as a list in rank order, on every rank.
 
@@ -92,7 +89,6 @@ def reduce(value: dict[Key, Whole], op: Literal["mean"] = "mean") -> dict[Key, f
 def reduce(value: Value, op: Op = "mean") -> Value: ...
 
 
-@among_members
 def reduce(value: Any, op: Op = "mean") -> Any:
     """Combine the values of all ranks element by element, and return the result on every rank.
 
@@ -150,7 +146,6 @@ def mean(value: dict[Key, Whole], count: float = 1) -> dict[Key, float]: ...
 def mean(value: Value, count: float = 1) -> Value: ...
 
 
-@among_members
 def mean(value: Any, count: float = 1) -> Any:
     """Return the mean over all ranks, in which each rank's value counts for as many items as it stands for.
 
@@ -198,7 +193,6 @@ def _as_given(leaf: Any, result: torch.Tensor) -> Any:
     return result.to(leaf.dtype if kept else widest(leaf.device)).to(leaf.device)
 
 
-@among_members
 def broadcast(value: Value | None, src: int = 0) -> Value:
     """Return the value of rank `src` on every rank; the values that other ranks pass are ignored.
 
@@ -241,7 +235,6 @@ def broadcast(value: Value | None, src: int = 0) -> Value:
     return cast("Value", put_together(data, tensors, plain=only_plain(secret)))
 
 
-@among_members
 def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
     """Return whether any rank, or every rank, has a true flag, so that all ranks take the same branch.
 
@@ -268,7 +261,6 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
     return bool(found) == wants_any
 
 
-@among_members
 def total(number: float) -> float:
     """Return the sum of a number over the shares of the data, in float64, by one all-gather: for use in a step."""
     if is_alone("total"):

@@ -89,12 +89,6 @@ def is_secondary(error: BaseException) -> bool:
     return False
 
 
-def is_of_lost_peer(error: BaseException) -> bool:
-    """Return whether an error tells that another rank is lost, or did not come to an exchange in time."""
-    late = not isinstance(error, DistwrapError) and any(words in str(error) for words in _TIMEOUTS)
-    return is_secondary(error) or (late and _is_of_exchange(error))
-
-
 def words_are_secondary(words: str) -> bool:
     """Return whether the words of an error of torch's, or of ours, tell of a lost peer or another rank's failure."""
     if _OF_ANOTHER.match(words):

@@ -10,7 +10,6 @@ from distwrap._internals.torch_tree import tree_unflatten
 from distwrap.checks import is_number
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collectives import Description, compare, everyones, is_alone, tensors_in
-from distwrap.group.members import among_members
 from distwrap.group.tensor_exchange import gather_tensor, ranks_of_shares, reduce_tensor
 from distwrap.group.world import current_world, say_once
 
@@ -37,7 +36,6 @@ def gather(
 ) -> Any: ...
 
 
-@among_members
 def gather(
     value: Any, *, differentiable: bool | None = None, interleave: bool = False, pad: float | None = None
 ) -> Any:

@@ -11,11 +11,9 @@ from distwrap.decorated import DecoratedFunction
 from distwrap.errors import OptionError, WorkerError
 from distwrap.group.collective_guard import check_collectives_allowed, guard_collectives
 from distwrap.group.collectives import broadcast, gather_object
-from distwrap.group.members import WorkLostError, done_by_one
 from distwrap.group.signing import run_secret, sign, verify
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
-from distwrap.wording import print_notice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,7 +76,7 @@ class RankZeroFunction(DecoratedFunction):
         chosen = _is_chosen(local)
         name = f"the rank-zero function {getattr(wrapped, '__qualname__', type(wrapped).__qualname__)}()"
         if everywhere:
-            return done_by_one(lambda: _everywhere(name, lambda: wrapped(*args, **kwargs), _is_chosen(local), local))
+            return _everywhere(name, lambda: wrapped(*args, **kwargs), chosen, local)
         if not chosen:
             return default
         with guard_collectives(name):
@@ -104,13 +102,6 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
     """
     name, worker = "rank_zero_first()", _worker(local)
     check_collectives_allowed(name)
-    problem = b""
-    while not _is_chosen(local):
-        try:
-            problem = share_result(name, worker, None)
-            break
-        except WorkLostError as error:  # perhaps this one is the first now
-            print_notice(f"{error}")
     if _is_chosen(local):
         try:
             with guard_collectives(name):
@@ -120,6 +111,7 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
             raise
         share_result(name, worker, b"")
         return
+    problem = share_result(name, worker, None)
     if problem:
         raise WorkerError(
             f"rank {worker}, which goes first, failed inside {name}, so rank {current_world().placement.rank} does not "

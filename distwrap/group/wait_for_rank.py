@@ -3,7 +3,6 @@
 from distwrap._internals.torch_groups import default_store
 from distwrap.errors import CollectiveError
 from distwrap.group.collectives import gather_object
-from distwrap.group.members import WorkLostError
 from distwrap.group.setup import require_group
 from distwrap.group.world import current_world
 from distwrap.network.waiting import pause_between_looks, wait_until
@@ -37,15 +36,8 @@ def share_result(name: str, worker: int, result: bytes | None, *, turn: str | No
     activity.record(name)
     # The n-th wait on one rank meets the n-th work on another.
     key = f"{turn or name}/{worker}"
-    counted = f"wait {key}"
-    key = f"{key}/{world.count(counted)}"
+    key = f"{key}/{world.count(f'wait {key}')}"
     with activity.waiting():
-        if world.members is not None:
-            try:
-                return world.members.share(key, worker, result)
-            except WorkLostError:
-                world.uncount(counted)  # it is to be done, and waited for, again
-                raise
         if world.channel is None:
             return _share_in_users_group(key, worker, result)
         if result is None:

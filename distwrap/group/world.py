@@ -35,7 +35,6 @@ from distwrap.wording import print_notice
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from distwrap.group.members import Members
     from distwrap.strategies.base import Strategy
 
 
@@ -103,7 +102,6 @@ class World:
             group that the user made need one.
         channel: the side channel to the other ranks, where distwrap made the group.
         groups: the number of process groups that this rank has made with the others.
-        members: the ranks that are there, where some may be lost and come back; ``None`` where none may.
         cleanup: undoes what joining has changed in this process.
     """
 
@@ -117,7 +115,6 @@ class World:
     secret: bytes | None = field(default=None, repr=False)
     channel: Channel | None = None
     groups: int = 0
-    members: Members | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
     _parts: dict[type[RunPart], RunPart] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
@@ -202,10 +199,6 @@ class World:
         self._counts[name] += 1
         return self._counts[name]
 
-    def uncount(self, name: str) -> None:
-        """Take the last count of a name back."""
-        self._counts[name] -= 1
-
     @property
     def counts(self) -> Counter[str]:
         """The counts of this run, by name."""
@@ -220,8 +213,6 @@ class World:
         """Let all parts look at what the run has done; every rank calls it, and an error is the function's."""
         for part in list(self._parts.values()):
             part.conclude()
-        if self.members is not None:
-            self.members.conclude()
 
     def settle(self) -> None:
         """Let all parts bring to an end what is under way; every rank calls it, and it may be called again."""

@@ -24,9 +24,7 @@ from distwrap.name_table import Registry
 from distwrap.options import Options, switched_on
 from distwrap.registry import launchers, precisions, strategies
 from distwrap.seeding import preserved
-from distwrap.strategies.base import Strategy
 from distwrap.timing import output_file
-from distwrap.wording import print_notice
 
 
 def start(task: Task) -> Any:
@@ -43,13 +41,11 @@ def start(task: Task) -> Any:
             f"train alone. Pass them as arguments (also in lists, tuples, dicts and attributes): what the function "
             f"takes from a closure or a global is not seen."
         )
-    strategy = _with_losses(options)
+    strategy = strategies.make(options.strategy)
     task = replace(task, options=replace(options, strategy=strategy, backend=strategy.backend or options.backend))
     strategy.check(task.options)
     check_backend(task.options.backend)
     run = active_world()
-    if strategy.max_lost and run is None and not switched_on(os.environ, "DISTWRAP_DISABLE"):
-        _refuse_outer_ranks(strategy)
     if run is not None:
         _check_fits(task, run)
         return _here(_with_seed_of(run, task))
@@ -67,8 +63,6 @@ def start(task: Task) -> Any:
     nodes = resolve(options, found if isinstance(found, Node) else None)
     if nodes.elastic and not launcher.restarts and not again:
         launcher = launchers.make(f"elastic(start_method={launcher.start_method!r})")
-    if strategy.max_lost and not again:
-        launcher = launchers.make(f"replicas(start_method={launcher.start_method!r})")
     if strategy.launches == "one":
         if nodes.several:
             raise OptionError(
@@ -82,8 +76,6 @@ def start(task: Task) -> Any:
                 f"strategy={options.strategy!r} runs one process on each node, but nprocs={nodes.nprocs} was given."
             )
         nprocs = 1
-    if strategy.max_lost and nprocs == 1:
-        print_notice(f"max_lost={strategy.max_lost} has no effect with one rank. Give nprocs=2 or more.")
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
         return _in_process(task)
     _check_arguments(task)
@@ -119,30 +111,6 @@ def _with_place_of_report(task: Task, rank: int) -> Task:
     return replace(task, options=replace(task.options, report=path))
 
 
-def _with_losses(options: Options) -> Strategy:
-    """Return the strategy of the options, with the one that `max_lost` chooses."""
-    if options.max_lost and options.strategy == "ddp":
-        return strategies.make(f"torchft(max_lost={options.max_lost})")
-    strategy = strategies.make(options.strategy)
-    if options.max_lost not in (0, strategy.max_lost):
-        raise OptionError(
-            f"max_lost={options.max_lost} does not go with strategy={options.strategy!r}: ranks may be lost under "
-            f"strategy='torchft', which max_lost= chooses by itself where no strategy is given."
-        )
-    return strategy
-
-
-def _refuse_outer_ranks(strategy: Strategy) -> None:
-    """Refuse ranks that distwrap has not started, if it is to start lost ones again."""
-    found = detect(os.environ)
-    outer = found.source if isinstance(found, Placement) and found.source != "single" else ""
-    if dist.is_initialized() or outer:
-        raise OptionError(
-            f"max_lost={strategy.max_lost} needs ranks that distwrap itself has started, so that it can start a lost "
-            f"one again, and these were started by {outer or 'the program'}: run the script by `python`, with nprocs=."
-        )
-
-
 def _refuse_unguarded(task: Task) -> None:
     """Refuse a decorated call at the top level of a script that a rank is importing."""
     if worker.importing_main:
@@ -175,7 +143,7 @@ def _check_fits(task: Task, run: World) -> None:
     """
     place, asked = run.placement, task.asked - {"seed", "returns", "retrofit"}
     if place.source not in ("distwrap", "single") or switched_on(os.environ, "DISTWRAP_DISABLE"):
-        asked -= {"nprocs", "nnodes", "node_rank", "rdzv_endpoint", "launcher", "max_restarts", "max_lost", "log_dir"}
+        asked -= {"nprocs", "nnodes", "node_rank", "rdzv_endpoint", "launcher", "max_restarts", "log_dir"}
     launched_by = os.environ.get(distwrap_environment.LAUNCHER)
     facts = {"nprocs": place.local_world_size, "nnodes": place.nnodes, "launcher": launched_by}
     facts |= {"backend": run.backend or task.options.backend}  # in a single process it means nothing

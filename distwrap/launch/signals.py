@@ -64,11 +64,6 @@ class PassedOn:
         if callable(self._before[number]):
             self._before[number](number, frame)
 
-    @property
-    def has_heard(self) -> bool:
-        """Whether a signal has come."""
-        return bool(self._heard)
-
     def ended(self, codes: list[int | None]) -> None:
         """Take note of the exit codes of ranks that had finished, to which signals went no more."""
         self._unheeded = any(-number in codes for number in self._heard)

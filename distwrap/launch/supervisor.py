@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -63,7 +63,7 @@ def supervise(
             stop(processes, all_they_started=True, interrupt=by_hand)
         raise
     if not rank_zero_is_caller:
-        codes = wait_for_ends(processes)
+        codes = _wait_for_ends(processes)
         if signals is not None:
             signals.ended(codes)
     return sorted(outcomes, key=lambda outcome: outcome.rank)
@@ -100,23 +100,17 @@ def _collect(processes: Sequence[Process], met: Meeting, seconds: float | None) 
 
 
 def _received(process: Process, oom_kills: OomCount, met: Meeting) -> Outcome:
-    def last_seen() -> str:
-        return hang_report.last_seen(side_store(met.store, met.number), process.rank)
-
-    return outcome_of(process, oom_kills, last_seen)
-
-
-def outcome_of(process: Process, oom_kills: OomCount, last_seen: Callable[[], str] = lambda: "") -> Outcome:
     """Return what a rank has reported, or how it has ended without a report."""
     try:
         outcome: Outcome = process.conn.recv()
     except (EOFError, OSError):
         code = process.exitcode(EXIT_SECONDS)
-        return death(process.rank, process.pid, code, oom_kills(), last_seen())
+        last_seen = hang_report.last_seen(side_store(met.store, met.number), process.rank)
+        return death(process.rank, process.pid, code, oom_kills(), last_seen)
     return outcome
 
 
-def wait_for_ends(processes: Sequence[Process]) -> list[int | None]:
+def _wait_for_ends(processes: Sequence[Process]) -> list[int | None]:
     """Wait for the ends of ranks that have all reported success, and warn of those that end badly.
 
     Returns:

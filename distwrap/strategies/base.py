@@ -64,8 +64,6 @@ class Strategy:
             collective, also for a checkpoint that rank 0 writes.
         steps_parameters: whether optimizers hold the model's own parameters; otherwise they hold shards that the
             strategy has made.
-        max_lost: the number of ranks that may be lost while the others go on; the launcher starts them again if they
-            `come_back`.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         same_weights: whether all ranks hold the same weights after each step, so that distwrap compares them.
         device: the device of its only process, if that is neither torch's accelerator nor the CPU.
@@ -79,8 +77,6 @@ class Strategy:
     shards: bool = False
     steps_parameters: bool = False
     averages_at_once: bool = False
-    max_lost: int = 0
-    come_back: bool = True
     same_weights: bool = True
     device: torch.device | None = None
     formerly: str = ""

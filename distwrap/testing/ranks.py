@@ -10,10 +10,8 @@ from distwrap import tracebacks
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
 from distwrap.launch.forkserver import ForkServerLauncher
-from distwrap.launch.replicas import ReplicasLauncher
 from distwrap.launch.task import Task
 from distwrap.options import Options
-from distwrap.registry import strategies
 from distwrap.testing.exactness import Computing
 
 R = TypeVar("R")
@@ -62,9 +60,8 @@ class Launch:
             fn = Computing(fn, self.dtype)
         task = Task(fn, args, {}, self.options.updated(options))
         job = base.Job(task, nprocs or self.nprocs, seconds=self.timeout)
-        replaces = job.nprocs > 1 and strategies.make(task.options.strategy).max_lost
         try:
-            values: list[R] = base.launch(ReplicasLauncher() if replaces else ForkServerLauncher(), job)
+            values: list[R] = base.launch(ForkServerLauncher(), job)
         except BaseException as error:
             tracebacks.fold(error)
             raise

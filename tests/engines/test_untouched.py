@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ENGINES = ("deepspeed", "horovod", "torchft", "hivemind", "ray", "submitit", "transformers", "accelerate")
+ENGINES = ("deepspeed", "horovod", "hivemind", "ray", "submitit", "transformers", "accelerate")
 
 PROGRAM = f"""
 import json, sys
