@@ -43,6 +43,12 @@ LAUNCHER_OF_STRATEGY = {
     **dict.fromkeys(("xla", "tpu_spawn", "single_tpu", "single_xla"), "xla"),
 }
 
+_LONG_SEQUENCES = (
+    "write 'tp(sequence_parallel=True)', which divides the sequence between the layers that it cuts, or "
+    "'fsdp(checkpointing=True)', which computes activations again; or call "
+    "torch.distributed.tensor.experimental.context_parallel in a loop of your own."
+)
+
 # What to say of a name that is none here; capitals, hyphens and underscores make no difference.
 HINTS = {
     **dict.fromkeys(
@@ -58,7 +64,9 @@ HINTS = {
     **dict.fromkeys(("hybrid_shard", "hybrid_shard_zero2", "hybrid_fsdp"), "Did you mean 'hsdp'?"),
     **dict.fromkeys(("pp", "gpipe", "1f1b", "pipeline_parallel", "pipe"), "Did you mean 'pipeline'?"),
     **dict.fromkeys(("tensor_parallel", "megatron", "megatron_lm"), "Did you mean 'tp'?"),
-    **dict.fromkeys(("context_parallel", "sequence_parallel", "ulysses", "ring_attention"), "Did you mean 'cp'?"),
+    **dict.fromkeys(
+        ("context_parallel", "sequence_parallel", "ulysses", "ring_attention"), f"For long sequences {_LONG_SEQUENCES}"
+    ),
     **{
         f"{words}{stage}": f"Did you mean 'deepspeed_stage_{stage}'?"
         for words in ("deepspeed_zero", "deepspeed_", "zero_stage")
@@ -109,6 +117,7 @@ LAUNCHER_HINTS = {
 # What was here, or what people bring, and what is not here any more: by kind, each with what it was and what to write.
 REMOVED: dict[str, dict[str, str]] = {
     "strategy": {
+        "cp": f"it was context parallelism, a piece of each sequence on a rank: {_LONG_SEQUENCES}",
         "colossalai": "it was ColossalAI's Gemini in Lightning, whose package needs GPUs and a torch of 2024: write "
         "'fsdp', which divides the same, or 'fsdp(cpu_offload=True)'.",
         "ipu_strategy": "it was Graphcore's IPUs in Lightning, whose package poptorch has ended: write 'ddp' on an "
@@ -117,6 +126,11 @@ REMOVED: dict[str, dict[str, str]] = {
     "launcher": {},
     "algorithm": {},
     "function": {},  # of `import distwrap`
-    "option": {},  # of @distributed and of its environment variables
-    "command": {},
+    "option": {  # of @distributed, of its environment variables, and of strategies
+        "context_parallel": f"It is not here: it was a piece of each sequence on a rank. Instead {_LONG_SEQUENCES}"
+    },
+    "command": {
+        "top": "it was a table of the ranks that run on this node. `distwrap where` prints the line in which each rank "
+        "is; `py-spy top --pid PID`, htop and nvtop show what their processes do."
+    },
 }
