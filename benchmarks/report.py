@@ -1,4 +1,4 @@
-"""What a report costs and how right its sums are; torch's profiler beside it, and `top` on a run of 16 ranks.
+"""What a report costs and how right its sums are; torch's profiler beside it.
 
 The cost is that of a step of about 5 ms, in turns in one run: as it is, with a report, and under torch's profiler with
 its default schedule, which records each step. Then what the parts add up to beside the clock, and the step of one rank
@@ -10,17 +10,13 @@ alone, as predicted from two and as measured.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from command_line import arguments
 from samples import Samples, in_turns
-from slow_loops import ROOT, measured, plain, slow_forward_on_one
+from slow_loops import measured, plain, slow_forward_on_one
 from table import Row, report
 from torch import nn
 from torch.profiler import profile
@@ -28,27 +24,6 @@ from torch.profiler import profile
 import distwrap as dw
 
 WIDTH, BATCH, CALLS = 256, 512, 10
-TOP_TRAIN = """
-import sys, time
-import torch
-import distwrap as dw
-
-@dw.distributed(nprocs=int(sys.argv[1]))
-def main():
-    model = dw.wrap_model(torch.nn.Linear(10, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(4, 10, generator=dw.rank_generator(0))
-    until, steps, times = time.monotonic() + float(sys.argv[2]), 0, []
-    while dw.agree(time.monotonic() < until, "all"):
-        began = time.perf_counter()
-        model(x).sum().backward()
-        optimizer.step()
-        times.append(time.perf_counter() - began)
-        time.sleep(0.2)
-    return sorted(times)[len(times) // 2]
-
-print(main())
-"""
 
 
 @dw.distributed(nprocs=2)
@@ -126,57 +101,6 @@ def alone(steps: int, rounds: int) -> Row:
     return Row(what, ours, theirs, "ms", f"{ratio:.3f} times", "within 10 %", abs(ratio - 1) <= 0.1)
 
 
-def top(ranks: int, seconds: float, imports: float = 5) -> list[Row]:
-    """Return the rows of the processor time of `top` on a run of so many ranks, and of a step of the run beside it.
-
-    Args:
-        ranks: of the run.
-        seconds: for which `top` is looked at.
-        imports: seconds that its own imports are given.
-    """
-    used, taken = [], {}
-    for looked_at in (False, True):
-        with TemporaryDirectory() as folder:
-            script = Path(folder, "train.py")
-            script.write_text(TOP_TRAIN)
-            env = {**os.environ, "PYTHONPATH": str(ROOT)}
-            run = subprocess.Popen(
-                [sys.executable, script, str(ranks), str(seconds + ranks + imports)],
-                env=env,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            looking = None
-            if looked_at:
-                time.sleep(ranks)  # until all have come
-                command = [sys.executable, "-m", "distwrap", "top", str(run.pid)]
-                looking = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-                time.sleep(imports)
-                began = _processor(looking.pid)
-                time.sleep(seconds)
-                used.append((_processor(looking.pid) - began) / seconds)
-            taken[looked_at] = Samples([float(run.communicate(timeout=300)[0])])
-            if looking is not None:
-                looking.kill()
-                looking.wait()
-    what = f"processor of `top` on {ranks} ranks, of a core"
-    return [
-        Row(what, Samples(used), None, "s", f"{100 * used[0]:.2f} %", "< 2 %", used[0] < 0.02),
-        Row(
-            "step of a run under `top`, without",
-            taken[True],
-            taken[False],
-            "ms",
-            f"{taken[True].over(taken[False]):.2f} times",
-        ),
-    ]
-
-
-def _processor(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> None:
     os.environ["DISTWRAP_QUIET"] = "1"
     args = arguments(__doc__)
@@ -184,12 +108,7 @@ def main() -> None:
     if args.quick:
         steps = 3
         torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports torch's compiler, which each forked rank would do else
-    rows = [
-        sums(steps),
-        alone(steps, 1 if args.quick else 9),
-        *cost_rows(2 if args.quick else 500),
-        *(top(2, 0.5, imports=1.5) if args.quick else top(16, 20)),
-    ]
+    rows = [sums(steps), alone(steps, 1 if args.quick else 9), *cost_rows(2 if args.quick else 500)]
     report("the report: 2 ranks, gloo", rows, [], args)
 
 

@@ -260,8 +260,8 @@ LAGS: list[tuple[Loop, list[int], str]] = [
 PARTS: list[tuple[Loop, str, str]] = [(slow_loader, "data", "its loader"), (checkpoints, "checkpoint", "checkpoints")]
 # Loops in which rank 1 waits for a CPU, the same without that, and words of the advice.
 CPUS: list[tuple[Loop, Loop, str]] = [
-    (busy_neighbour, without_neighbour, "waited for a CPU"),
-    (one_cpu, two_threads, "may run on 1 CPU"),
+    (busy_neighbour, without_neighbour, "for a free CPU"),
+    (one_cpu, two_threads, "cpus=1"),
 ]
 SLOW = [loop for loop, *_ in (*LAGS, *PARTS, *CPUS)]
 

@@ -100,8 +100,7 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
     teardown_process_group: Leave the process group that `setup_process_group` or the decorator made; without one, do
         nothing.
     to_device: Return a batch on this rank's device; on the CPU, the batch itself.
-    trace: Trace some steps of the loop within a ``with``, on all ranks, into one file; every rank must enter and leave
-        it.
+    trace: Trace some steps of the loop within a ``with``, on all ranks, each into a file of its own.
     unscale: Undo the scaling of an optimizer's gradients under fp16, to read or change them before `optimizer_step`.
     unwrap_model: Return the user's model out of any nesting of distwrap, DDP, DataParallel and torch.compile.
     wait_for_saves: Wait until everything that ``save(background=True)`` writes is on disk; every rank must call it.

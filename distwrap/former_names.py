@@ -43,6 +43,12 @@ LAUNCHER_OF_STRATEGY = {
     **dict.fromkeys(("xla", "tpu_spawn", "single_tpu", "single_xla"), "xla"),
 }
 
+_LONG_SEQUENCES = (
+    "write 'tp(sequence_parallel=True)', which divides the sequence between the layers that it cuts, or "
+    "'fsdp(checkpointing=True)', which computes activations again; or call "
+    "torch.distributed.tensor.experimental.context_parallel in a loop of your own."
+)
+
 # What to say of a name that is none here; capitals, hyphens and underscores make no difference.
 HINTS = {
     **dict.fromkeys(
@@ -58,7 +64,9 @@ HINTS = {
     **dict.fromkeys(("hybrid_shard", "hybrid_shard_zero2", "hybrid_fsdp"), "Did you mean 'hsdp'?"),
     **dict.fromkeys(("pp", "gpipe", "1f1b", "pipeline_parallel", "pipe"), "Did you mean 'pipeline'?"),
     **dict.fromkeys(("tensor_parallel", "megatron", "megatron_lm"), "Did you mean 'tp'?"),
-    **dict.fromkeys(("context_parallel", "sequence_parallel", "ulysses", "ring_attention"), "Did you mean 'cp'?"),
+    **dict.fromkeys(
+        ("context_parallel", "sequence_parallel", "ulysses", "ring_attention"), f"For long sequences {_LONG_SEQUENCES}"
+    ),
     **{
         f"{words}{stage}": f"Did you mean 'deepspeed_stage_{stage}'?"
         for words in ("deepspeed_zero", "deepspeed_", "zero_stage")
@@ -111,6 +119,7 @@ REMOVED: dict[str, dict[str, str]] = {
     "strategy": {
         "torchft": "it was torchft's steps, in which ranks could be lost while the others went on: write 'ddp' with "
         "max_restarts=1, save() and resume_from(), or 'hivemind' for peers that come and go.",
+        "cp": f"it was context parallelism, a piece of each sequence on a rank: {_LONG_SEQUENCES}",
         "colossalai": "it was ColossalAI's Gemini in Lightning, whose package needs GPUs and a torch of 2024: write "
         "'fsdp', which divides the same, or 'fsdp(cpu_offload=True)'.",
         "ipu_strategy": "it was Graphcore's IPUs in Lightning, whose package poptorch has ended: write 'ddp' on an "
@@ -127,7 +136,11 @@ REMOVED: dict[str, dict[str, str]] = {
     },
     "option": {  # of @distributed, of its environment variables, and of strategies
         "max_lost": "It is not here: it let ranks be lost while the others went on. Instead write max_restarts=1, with "
-        "save() and resume_from(), or strategy='hivemind' for peers that come and go."
+        "save() and resume_from(), or strategy='hivemind' for peers that come and go.",
+        "context_parallel": f"It is not here: it was a piece of each sequence on a rank. Instead {_LONG_SEQUENCES}",
     },
-    "command": {},
+    "command": {
+        "top": "it was a table of the ranks that run on this node. `distwrap where` prints the line in which each rank "
+        "is; `py-spy top --pid PID`, htop and nvtop show what their processes do."
+    },
 }

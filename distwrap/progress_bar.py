@@ -4,12 +4,9 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, TypeVar
-from weakref import ref
 
-from distwrap.group.world import current_world, is_rank_zero
-from distwrap.supervision.activity import Activity
+from distwrap.group.world import is_rank_zero
 
 Item = TypeVar("Item")
 
@@ -43,17 +40,10 @@ def progress(iterable: Iterable[Item], *, desc: str | None = None, **tqdm_option
                 super().__init__(_OfLength(iterable), desc=desc, **tqdm_options)
                 self.iterable = iterable  # tqdm.auto asks at once for an iterator, for which a loader starts workers
 
-        bar = Bar()
-        current_world().part(Activity).bar = partial(_shown_beside, ref(bar))
-        return bar
+        return Bar()
     if tqdm_options.get("disable"):
         return iterable
     return _InText(iterable, desc or "progress")
-
-
-def _shown_beside(bar: ref[Any]) -> str:
-    """Return what the loop lets a bar show beside how far it is, as the loss; empty where the bar is gone."""
-    return str(getattr(bar(), "postfix", None) or "")
 
 
 class _OfLength(Iterable[Item]):

@@ -78,11 +78,7 @@ CENTRAL = (
         ("tests/checkpoint/test_durable.py",),
     ),
     Mutation(
-        "fsync",
-        "checkpoint/files.py",
-        "            _sync(temporary)\n",
-        "",
-        ("tests/checkpoint/test_durable.py",),
+        "fsync", "checkpoint/files.py", "            _sync(temporary)\n", "", ("tests/checkpoint/test_durable.py",)
     ),
     Mutation(
         "the first cause",
@@ -113,11 +109,7 @@ CENTRAL = (
         ("tests/supervision",),
     ),
     Mutation(
-        "fp16's scale",
-        "precision/loss_scaling.py",
-        "            self.scaler.update()\n",
-        "",
-        ("tests/precision",),
+        "fp16's scale", "precision/loss_scaling.py", "            self.scaler.update()\n", "", ("tests/precision",)
     ),
     Mutation(
         "the window's rescale",

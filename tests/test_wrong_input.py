@@ -33,7 +33,7 @@ def train() -> None: ...
     [
         (
             {"strategy": "ddpp"},
-            r"@distributed: unknown strategy 'ddpp'\. Did you mean 'ddp'\? Known: auto, bagua, cp, ddp, ",
+            r"@distributed: unknown strategy 'ddpp'\. Did you mean 'ddp'\? Known: auto, bagua, ddp, ",
         ),
         ({"strategy": 3}, r"strategy 3: give a name, or an object"),
         ({"nprocs": 0}, r"nprocs=0: it must be 'auto' or a whole number of at least 1"),

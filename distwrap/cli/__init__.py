@@ -46,12 +46,9 @@ COMMANDS = {
         ("", "--no-test", "--comm --weights 1e8"),
     ),
     "report": Command(
-        "report",
-        "print again where the time of a run went, from the file that it wrote",
-        ("times.json --plot times.png",),
+        "report", "print again where the time of a run went, from the file that it wrote", ("times.json",)
     ),
-    "top": Command("top", "show a table of the ranks that run on this node, and refresh it", ("", "--once")),
-    "where": Command("top", "print the line of the program in which each rank of a run is", ("", "12345")),
+    "where": Command("where", "print the line of the program in which each rank of a run is", ("", "12345")),
     "estimate": Command(
         "estimate", "estimate the memory of a rank under each strategy, before a run", ("train:Net --nprocs 8",)
     ),

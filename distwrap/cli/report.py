@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distwrap.timing.picture import draw
 from distwrap.timing.report import describe
 
 _HOW = "A run with @distributed(report='times.json') or DISTWRAP_REPORT=times.json writes a report to times.json."
@@ -20,12 +19,11 @@ def add_arguments(commands: Any) -> None:
         "DISTWRAP_REPORT=times.json.",
     )
     parser.add_argument("file", type=Path, help="the file that the run wrote")
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw it, with a bar for each rank (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the report, and draw it; return the exit code."""
+    """Print the report; return the exit code."""
     try:
         figures = json.loads(given.file.read_text())
         text = describe(figures)
@@ -34,18 +32,7 @@ def run(given: argparse.Namespace) -> int:
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return _failed(f"{given.file} is not a report. {_HOW}")
     print(text)
-    if not figures:
-        return 1
-    if given.plot:
-        try:
-            draw(figures, given.plot)
-        except ImportError:
-            return _failed("--plot needs matplotlib: pip install matplotlib")
-        except OSError as error:
-            return _failed(f"{given.plot} cannot be written: {error.strerror}. Name a file in a folder that exists.")
-        except ValueError as error:
-            return _failed(f"{given.plot} cannot be drawn: {error}. Give a name that ends in .png.")
-    return 0
+    return 0 if figures else 1
 
 
 def _failed(why: str) -> int:

@@ -160,7 +160,6 @@ def join(
     supervised = distwrap_environment.STORE in os.environ
     activity = world.part(Activity)
     world.channel = Channel(bells, placement, activity, supervised, options.timeout, world.secret or b"")
-    world.channel.live.device = world.device
     world.channel.thread.on_accelerator = world.device.type != "cpu"
     world.channel.start()
     world.arrange()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the commands `where` and `top` come here without torch
+if TYPE_CHECKING:  # the command `where` comes here without torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 

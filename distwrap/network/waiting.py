@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:  # the commands `where` and `top` come here without torch
+if TYPE_CHECKING:  # the command `where` comes here without torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 Found = TypeVar("Found")

@@ -35,7 +35,6 @@ class Activity:
         stopwatch: the stopwatch of a run that reports where its time goes.
         for_itself: the number of torch's collectives that distwrap has begun in calls that exchange no number of the
             user's, as in `wrap_model`.
-        bar: a function that returns the text that a progress bar of the loop shows beside its progress, as the loss.
     """
 
     def __init__(self, world: object) -> None:
@@ -46,7 +45,6 @@ class Activity:
         self.averages: Callable[[], tuple[int, int]] = _no_averages
         self._loops: list[weakref.ref[Any]] = []  # that are under way, the innermost last
         self.stopwatch: Stopwatch | None = None
-        self.bar: Callable[[], str] = lambda: ""
 
     def record(self, helper: str) -> None:
         """Note that a helper runs, and who called it."""
@@ -103,14 +101,9 @@ class Activity:
         return nullcontext() if is_checkpoint else self.part(Part.EXCHANGE)
 
     @property
-    def loop(self) -> Any:
-        """The innermost loader's iterator whose loop is under way; ``None`` where there is none."""
-        return next((batches for each in reversed(self._loops) if (batches := each()) is not None), None)
-
-    @property
     def step(self) -> int | None:
-        """Number of batches that the innermost loader has given; ``None`` if it is unknown."""
-        batches = self.loop
+        """Number of batches that the innermost loader under way has given; ``None`` if it is unknown."""
+        batches = next((batches for each in reversed(self._loops) if (batches := each()) is not None), None)
         step = getattr(batches, "step", None)  # of a lockstep loop
         return step if isinstance(step, int) else batches_given(batches)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distwrap.network.keys import read
 
-if TYPE_CHECKING:  # the commands `where` and `top` read boards without torch
+if TYPE_CHECKING:  # the command `where` reads boards without torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 BOARD = "distwrap-board"  # the beginning of the names of boards, for the system

@@ -18,18 +18,21 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 
 from distwrap.environments import Placement
+from distwrap.network import memory_file
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.options import QUIET, notice_seconds, switched_on
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import ANSWER_SECONDS
-from distwrap.supervision.live import Live
+from distwrap.supervision.locations import Location
 from distwrap.supervision.notes import RankNotes
 from distwrap.supervision.order_check import OrderCheck
 from distwrap.supervision.reporter import Reporter
+from distwrap.supervision.runs import ANSWER, NAME, Shown
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
 from distwrap.supervision.wait_notice import WaitNotice
@@ -58,7 +61,6 @@ class Channel:
         failures: news of failures.
         order: check that the ranks begin the same collectives.
         stalls: detector of a run in which no rank moves.
-        live: what this rank shows to whoever looks from outside.
         work: work of one rank for which others wait.
         waits: notices of waits for other ranks.
         thread: this rank's main thread, which may wait.
@@ -79,7 +81,6 @@ class Channel:
         self.reporter = Reporter(bells, self._notes, placement, activity)
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
         self.stalls = StallDetector(bells.store, placement, timeout)
-        self.live = Live(self._notes, placement, activity)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
         work = self.work  # not `self`: nothing here may keep the store until the garbage is collected
         self.thread = thread = MainThread(lambda: (activity.begun(), activity.step), lambda: work.worker)
@@ -108,10 +109,16 @@ class Channel:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(2 * ANSWER_SECONDS)
-        self.live.show(None)
+        self._show(None)
         self.reporter.waits = lambda: None  # it leads back to the reporter, and would keep the store
         self._bells.close()
         atexit.unregister(self._halt)
+
+    def _show(self, location: Location | None) -> None:
+        """Show other processes on this node where this rank is, or that it has left."""
+        if memory_file.ARE_POSSIBLE:  # else nobody could find the board
+            where = None if location is None else list(location)
+            self._notes.show(NAME, asdict(Shown(self._place.rank, where, time.time())))
 
     def note(self, name: str, text: str, owner: object = None) -> None:
         """Leave a text for other ranks, in place of the last one; an error of the store is raised elsewhere.
@@ -160,14 +167,13 @@ class Channel:
         self._bells.listen()
         for each in (self.reporter, self.work, self.failures):
             each.look(rung)
-        self.live.look()
         if now - self._shown >= SHOW_SECONDS:
             self._shown = now
             location = self.reporter.location()
             self.reporter.note(location)
-            self.live.show(location)
+            self._show(location)
         if self._bells.take_question():
-            self.live.tell(self.reporter.ask_others())
+            self._notes.show(ANSWER, [time.time(), self.reporter.ask_others()])
         self.waits.look()
         if self.stalls.look():
             self._report(f"no rank has moved for {self._timeout:g} s")

@@ -1,4 +1,4 @@
-"""Locations of ranks in the user's code, in words; without torch, so that `where` and `top` start at once."""
+"""Locations of ranks in the user's code, in words; without torch, so that `where` starts at once."""
 
 from __future__ import annotations
 

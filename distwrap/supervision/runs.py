@@ -1,18 +1,34 @@
-"""Running runs of this user on this node, read by another process from the figures that their ranks show."""
+"""Running runs of this user on this node, read by another process: each rank shows where it is on the node's board."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from distwrap.environments.identity import process_status
 from distwrap.network.waiting import wait_until
 from distwrap.supervision.board import BOARD, Board
-from distwrap.supervision.shown import ANSWER, NAME, Shown
 from distwrap.wording import named_ranks
 
+NAME, ANSWER = "where", "told"  # names of notes: where a rank is, and where all ranks are
 _ASK_SECONDS = 5.0  # for a rank to ask all others
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Location that a rank has last shown.
+
+    Attributes:
+        rank: its number.
+        location: the values of a `Location`; ``None`` if it has left.
+        time: the time of day at which it showed this.
+    """
+
+    rank: int
+    location: list[Any] | None
+    time: float
 
 
 @dataclass(frozen=True)
@@ -22,28 +38,28 @@ class Run:
     Attributes:
         holder: the process that called it, if that has the run's board open; otherwise the first of its ranks.
         processes: all processes that have its board open, and those that have started them.
-        figures: the figures of each of its ranks on this node.
+        shown: what each of its ranks on this node has last shown.
         ranks: the number of its ranks on all nodes.
         board: the path of its board.
     """
 
     holder: int
     processes: set[int]
-    figures: list[Shown]
+    shown: list[Shown]
     ranks: int
     board: str = ""
 
     @property
     def elsewhere(self) -> str:
-        """Words about ranks that show no figures here; empty if all ranks do."""
-        missing = set(range(self.ranks)) - {shown.rank for shown in self.figures}
+        """Words about ranks that show nothing here; empty if all ranks do."""
+        missing = set(range(self.ranks)) - {shown.rank for shown in self.shown}
         if not missing:
             return ""
         return f"{named_ranks(missing)} {'is' if len(missing) == 1 else 'are'} on another node, or not started yet"
 
 
 def runs() -> list[Run]:
-    """Return the runs of this user on this node, with the figures that their ranks have last shown."""
+    """Return the runs of this user on this node, with what their ranks have last shown."""
     boards: dict[tuple[int, int], str] = {}
     holders: dict[tuple[int, int], list[int]] = {}
     for process in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
@@ -53,11 +69,11 @@ def runs() -> list[Run]:
     found = []
     for number, path in boards.items():
         with suppress(OSError):
-            ranks, figures = _shown_on(path)
-            if figures:
+            ranks, shown = _shown_on(path)
+            if shown:
                 above = {process: _above(process) for process in holders[number]}
                 first = next(process for process in above if above[process].isdisjoint(above))
-                found.append(Run(first, set(above).union(*above.values()), figures, ranks, path))
+                found.append(Run(first, set(above).union(*above.values()), shown, ranks, path))
     return found
 
 
@@ -88,7 +104,7 @@ def where_all_are(run: Run) -> str:
     """Ask a rank of this node where the ranks of all nodes are; return its answer, or an empty text without one."""
     with suppress(OSError):
         board, _ = _opened(run.board)
-        rank = max(run.figures, key=lambda shown: shown.time).rank
+        rank = max(run.shown, key=lambda shown: shown.time).rank
         before = board.read(rank).get(ANSWER)
         board.ask(rank)
         told = wait_until(lambda: board.read(rank).get(ANSWER) not in (None, before), _ASK_SECONDS)
@@ -113,7 +129,7 @@ def _opened(path: str) -> tuple[Board, int]:
 
 
 def _shown_on(path: str) -> tuple[int, list[Shown]]:
-    """Return the number of ranks for which a board is made, and the figures that ranks have shown on it."""
+    """Return the number of ranks for which a board is made, and what ranks have shown on it."""
     board, ranks = _opened(path)
     found = []
     for rank in range(ranks):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from distwrap.comm.advice import OVERLAP, Cost, choose, predict
 from distwrap.stopwatch import Part
-from distwrap.timing.analysis import Analysis
-from distwrap.timing.lag_advice import on_lags
+from distwrap.timing.analysis import Analysis, Lag
 from distwrap.timing.measured import RankTimes
-from distwrap.timing.suggestion import Suggestion, add_workers, counted, cpus_of_rank, ms, percent
-from distwrap.wording import as_size
+from distwrap.wording import as_size, named_ranks
 
 _WORTH_CHANGING = 0.05  # of a step
 _MUCH_EXCHANGE = 0.1  # of a step: less, and another way to train is no gain
@@ -18,32 +17,90 @@ _FEW = 0.5  # calls that wait, of the loop itself, in a step
 _HALF = 0.5  # of a device's memory
 _MUCH = 0.05  # of a device's memory, for gradients
 _SMALL = 1_000_000  # bytes of gradients, which nothing hides
+_MOST_WORKERS = 8
+_MOSTLY = 0.5  # of the time by which ranks are late
+_UNEVEN = 0.05  # of the mean size of a batch
+_WITHOUT_REASON = 0.15  # of a step: processes that do the same differ by up to 10 % by where their memory lies
 _BYTES = {"allreduce": 1.0, "bf16": 0.5, "bytegrad": 0.25}  # sent by ways that change the gradients little
+
+_OF_LATE_PART = {
+    Part.EVALUATION: "Let every rank evaluate its share: shard_loader(loader) there too, then gather or mean.",
+    Part.CHECKPOINT: "save(..., background=True) writes in a thread.",
+    Part.OWN: "Look for what the loop does on one rank alone, as under `if is_rank_zero()`.",
+}
+_SETTINGS = ("cpus", "threads", "processor")  # in which a slow rank may differ from the others
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One piece of advice.
+
+    Attributes:
+        text: what was seen, and what to do.
+        gain: share of a step that it saves at most; ``None`` where nobody has measured that.
+    """
+
+    text: str
+    gain: float | None
 
 
 def advise(found: Analysis) -> list[Suggestion]:
     """Return advice on what to change, the most worthwhile first; none if all is well."""
-    looks = (on_lags, _on_data, _on_link, _on_ddp, _on_queues, _on_threads, _on_checkpoints, _on_own_code)
+    looks = (_on_lags, _on_data, _on_link, _on_ddp, _on_queues, _on_threads, _on_checkpoints, _on_own_code)
     pieces = [piece for look in looks for piece in look(found)] if found.step else []
     worth = [piece for piece in pieces if piece.gain is None or piece.gain >= _WORTH_CHANGING]
     return sorted(worth, key=lambda piece: -(piece.gain or 0.0))
 
 
+def _on_lags(found: Analysis) -> Iterator[Suggestion]:
+    """Advise on ranks for which the others wait; not on a short wait for which no reason is seen."""
+    for lag in found.lags:
+        why = _OF_LATE_PART.get(lag.part) or " ".join(_reasons(found, lag))
+        # Evaluation that is shared takes its part of the time on every rank.
+        gain = lag.share * (1 - 1 / len(found.ranks)) if lag.part is Part.EVALUATION else lag.share
+        if why or lag.share >= _WITHOUT_REASON:
+            who = "the last rank, another one at each step" if lag.takes_turns else named_ranks(lag.ranks)
+            seen = (
+                f"the others wait {_percent(lag.share)} of each step for {who}: {lag.part.name.lower()} takes "
+                f"{_ms(lag.usual + lag.slower)} there, and {_ms(lag.usual)} elsewhere."
+            )
+            yield Suggestion(f"{seen} {why}".rstrip(), gain)
+
+
+def _reasons(found: Analysis, lag: Lag) -> Iterator[str]:
+    """Yield what may make late ranks late."""
+    late = [rank for rank in found.ranks if rank.rank in lag.ranks]
+    if lag.part is Part.DATA:
+        has_workers = any(rank.settings.workers for rank in late)
+        yield "More workers, or a larger prefetch_factor, even it out." if has_workers else _add_workers(found)
+    uneven = max(rank.unevenness for rank in found.ranks)
+    if lag.takes_turns and lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
+        yield f"The batches' sizes differ by {_percent(uneven)}: let samples of like length come together."
+    queued = sum(rank.queued or 0.0 for rank in late) / len(late)
+    if queued > _MOSTLY * lag.slower:
+        yield f"It waits {_ms(queued)} of a step for a free CPU: find out what else runs there."
+    others = [rank.settings for rank in found.ranks if rank.rank not in lag.ranks]
+    for name in _SETTINGS if others else ():
+        own, usual = getattr(late[0].settings, name), {getattr(each, name) for each in others}
+        if len(usual) == 1 and own not in usual:
+            yield f"It has {name}={own}, and the others {name}={usual.pop()}."
+
+
 def _on_data(found: Analysis) -> Iterator[Suggestion]:
     share = _least(found, Part.DATA)
-    waits = f"every rank waits {percent(share)} of each step for its loader"
+    waits = f"every rank waits {_percent(share)} of each step for its loader"
     settings = [rank.settings for rank in found.ranks]
     workers = max((each.workers for each in settings if each.workers is not None), default=0)
     if not workers:
-        yield Suggestion(f"{waits}, which reads in the loop itself. {add_workers(found)}", share)
+        yield Suggestion(f"{waits}, which reads in the loop itself. {_add_workers(found)}", share)
         return
     pin = ""
     if any(rank.device != "cpu" and rank.settings.pins is False for rank in found.ranks):
         pin = "pin_memory=True with shard_loader(loader, copy_ahead=True) copies while the step before computes."
-    spare = cpus_of_rank(found) - workers
+    spare = _cpus_of_rank(found) - workers
     more = f"there are CPUs for {spare} more" if spare > 0 else "all CPUs are in use, so make each sample less work"
     evens = "a larger prefetch_factor evens out samples that take long now and then"
-    yield Suggestion(f"{waits}, with {counted(workers, 'worker')}: {more}; {evens}. {pin}".rstrip(), share)
+    yield Suggestion(f"{waits}, with {_counted(workers, 'worker')}: {more}; {evens}. {pin}".rstrip(), share)
 
 
 def _on_link(found: Analysis) -> Iterator[Suggestion]:
@@ -56,14 +113,14 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
     is_ddp = settings.bucket_bytes is not None
     ways = ["A larger batch needs fewer exchanges for as many samples"]
     if is_ddp:
-        ways = [f"accumulate(loader, 4) exchanges a quarter as often ({percent(share * 3 / 4)} of a step less)"]
+        ways = [f"accumulate(loader, 4) exchanges a quarter as often ({_percent(share * 3 / 4)} of a step less)"]
     memory = [
         rank.device_memory / rank.settings.total_memory
         for rank in found.ranks
         if rank.device_memory and rank.settings.total_memory
     ]
     if memory and max(memory) < _HALF:
-        ways.append(f"a batch twice as large fits: the devices' memory is used to {percent(max(memory))}")
+        ways.append(f"a batch twice as large fits: the devices' memory is used to {_percent(max(memory))}")
     if is_ddp and size > _SMALL:
         ways += _other_exchange(found, size)
     if settings.bucket_bytes and size <= settings.bucket_bytes and size > _SMALL:
@@ -74,7 +131,7 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
                 f"bucket_cap_mb={cap}) makes about {groups}, most of which are sent during the backward"
             )
     what = f"the exchange of {as_size(size)} of gradients, beyond what the backward hides" if is_ddp else "the exchange"
-    yield Suggestion(f"{percent(share)} of each step goes to {what}. {'; '.join(ways)}.", share)
+    yield Suggestion(f"{_percent(share)} of each step goes to {what}. {'; '.join(ways)}.", share)
 
 
 def _other_exchange(found: Analysis, size: int) -> Iterator[str]:
@@ -86,7 +143,7 @@ def _other_exchange(found: Analysis, size: int) -> Iterator[str]:
     if comm != "allreduce":
         step = next(row.step for row in predictions if row.comm == comm)
         yield (
-            f"comm={comm!r} would make a step take {ms(step)} if its codec cost nothing; `python -m distwrap doctor "
+            f"comm={comm!r} would make a step take {_ms(step)} if its codec cost nothing; `python -m distwrap doctor "
             f"--comm --weights {size / 4:.2g} --step-ms {1e3 * found.alone:.1f}` measures it and the others"
         )
 
@@ -124,9 +181,9 @@ def _on_queues(found: Analysis) -> Iterator[Suggestion]:
     settings = found.ranks[0].settings
     others = ", which the other ranks there use too" if len(found.ranks) > 1 else ""
     yield Suggestion(
-        f"every rank waits {percent(share)} of each step for a free CPU. Rank 0 computes with "
-        f"{counted(settings.threads, 'thread')}, reads with {counted(settings.workers or 0, 'worker')} and may run on "
-        f"{counted(settings.cpus, 'CPU')}{others}. Run fewer threads, workers, ranks or other programs on them.",
+        f"every rank waits {_percent(share)} of each step for a free CPU. Rank 0 computes with "
+        f"{_counted(settings.threads, 'thread')}, reads with {_counted(settings.workers or 0, 'worker')} and may "
+        f"run on {_counted(settings.cpus, 'CPU')}{others}. Run fewer threads, workers, ranks or programs on them.",
         share,
     )
 
@@ -153,7 +210,7 @@ def _on_threads(found: Analysis) -> Iterator[Suggestion]:
 def _on_checkpoints(found: Analysis) -> Iterator[Suggestion]:
     share = _least(found, Part.CHECKPOINT)
     yield Suggestion(
-        f"{percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., "
+        f"{_percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., "
         "background=True) copies the state, and writes it in a thread.",
         share,
     )
@@ -173,7 +230,7 @@ def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
     if not any(rank.mean()[Part.FORWARD] for rank in found.ranks):
         way = "The forward is part of it, as for any model that was not wrapped by wrap_model()."
     yield Suggestion(
-        f"{percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
+        f"{_percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
         f"{way}",
         usual if usual > 2 * _WORTH_CHANGING else 0.0,
     )
@@ -182,3 +239,27 @@ def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
 def _least(found: Analysis, part: Part) -> float:
     """Return the share of a step that a part takes on the rank where it takes least."""
     return min(rank.mean()[part] for rank in found.ranks) / found.step
+
+
+def _cpus_of_rank(found: Analysis) -> int:
+    """Return how many CPUs a rank has where all ranks of its node share them."""
+    first = found.ranks[0]
+    return first.settings.cpus // sum(rank.host == first.host for rank in found.ranks)
+
+
+def _add_workers(found: Analysis) -> str:
+    """Advise as many workers as a rank has CPUs, but at least two, since workers mostly wait for the disk."""
+    workers = min(_MOST_WORKERS, max(2, _cpus_of_rank(found)))
+    return f"DataLoader(..., num_workers={workers}, persistent_workers=True) reads ahead in processes of its own."
+
+
+def _counted(number: float, what: str) -> str:
+    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

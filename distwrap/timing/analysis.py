@@ -67,11 +67,6 @@ class Analysis:
         return self.ranks[0].batches * self.alone / self.step if self.step else float(len(self.ranks))
 
     @property
-    def by_number(self) -> dict[int, RankTimes]:
-        """Figures of each rank, by its number."""
-        return {rank.rank: rank for rank in self.ranks}
-
-    @property
     def steps(self) -> int:
         """Number of steps that were measured."""
         return min(rank.steps for rank in self.ranks)

@@ -13,11 +13,10 @@ from typing import Any
 from distwrap.errors import OptionError
 from distwrap.group.world import current_world, is_rank_zero
 from distwrap.stopwatch import Part
-from distwrap.timing.advice import advise
+from distwrap.timing.advice import Suggestion, advise
 from distwrap.timing.analysis import Analysis, analysed
 from distwrap.timing.measured import RankTimes
 from distwrap.timing.recorder import Recorder
-from distwrap.timing.suggestion import Suggestion
 from distwrap.wording import as_memory, as_size, print_notice
 
 _NOT_TOLD = ("total", "kept")  # figures of a rank, of which only the mean is told, as its parts

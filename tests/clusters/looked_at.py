@@ -1,6 +1,6 @@
-"""A user's script that trains for a while, with a slow rank; or that traces itself.
+"""A user's script that trains for a while, with a slow rank.
 
-Usage: looked_at.py SECONDS, or looked_at.py trace PATH
+Usage: looked_at.py SECONDS
 """
 
 from __future__ import annotations
@@ -28,14 +28,10 @@ def train(steps: int, lag: float = 0.05) -> None:
 
 
 @dw.distributed(timeout=60)
-def main(what: str, path: str) -> None:
+def main(seconds: float) -> None:
     """Train, and let others look."""
-    if what == "trace":
-        with dw.trace(steps=range(3, 8), path=path):
-            train(10, lag=0.5)  # by which busy cores do not delay the other rank
-    else:
-        train(int(20 * float(what)))
+    train(int(20 * seconds))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[-1])
+    main(float(sys.argv[1]))

@@ -116,7 +116,6 @@ CELLS = (
     Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
     Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
     Cell("tp", "tp", refuses=("lbfgs", "deepcopy")),
-    Cell("cp", "cp", 2, ("lbfgs", "deepcopy"), only=AGAIN, slow="tp's code, whose blocks get no sequences here"),
     Cell("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
     Cell("pipeline", "pipeline", refuses=IN_STAGES),
     Cell("pipeline, interleaved", PipelineStrategy(schedule="interleaved"), 2, IN_STAGES, only=AGAIN, slow=SCHEDULES),

@@ -78,7 +78,6 @@ ROWS = (
     Row("fsdp on three ranks", "fsdp", 3, refuses=("lbfgs",), lacks=AGAIN),
     Row("hsdp", FSDPStrategy(shard=2), 4, refuses=("lbfgs",), lacks=AGAIN),
     Row("tp", "tp", refuses=("lbfgs",)),
-    Row("cp", "cp", refuses=("lbfgs",), lacks=AGAIN),
     Row("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=("lbfgs",), lacks=AGAIN),
     Row("pipeline", "pipeline", refuses=("lbfgs",)),
     Row("pipeline on three ranks", "pipeline", 3, refuses=("lbfgs",), lacks=AGAIN),

@@ -118,9 +118,8 @@ def _all() -> Any:
     [
         ("tp", {"after_attention", "after_mlp", "rows", "dropout1", "dropout2"}),
         (FSDPStrategy(tensor_parallel=2, sequence_parallel=True), {"rows"}),
-        ("cp", {"rows"}),
     ],
-    ids=["tp", "by sequence", "cp"],
+    ids=["tp", "by sequence"],
 )
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_masks_are_apart_where_ranks_have_pieces(strategy: Any, alike: set[str]) -> None:

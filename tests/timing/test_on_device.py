@@ -14,7 +14,7 @@ from distwrap.group.world import current_world
 from distwrap.stopwatch import DeviceClock
 from distwrap.timing.recorder import Measuring
 from tests.accelerator import accelerator
-from tests.timing import everywhere, loops
+from tests.timing import loops, test_cells
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def test_parts_by_the_devices_events(devices: int) -> None:
 
 def slow_backward() -> dict[str, Any]:
     with dw.report() as found:
-        everywhere.train(everywhere.WithoutStatistics, "backward", 1, seconds=0.5)  # more than what busy cores take
+        test_cells.train("loader", "backward", test_cells.Net(), seconds=0.5)  # more than what busy cores take
     return found.figures
 
 
@@ -73,5 +73,5 @@ def traced(path: str) -> None:
 
 def test_a_trace_on_the_device(tmp_path: Path) -> None:
     dw.distributed(nprocs=1)(traced)(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
     assert any(event["name"] == "distwrap: backward" for event in events)

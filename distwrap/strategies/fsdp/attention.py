@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.MultiheadAttenti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from distwrap.strategies.fsdp.pieces import mark
-
-if TYPE_CHECKING:
-    from distwrap.strategies.fsdp.context_parallel import SequencePieces
 
 
 def why_not(module: nn.MultiheadAttention, ranks: int) -> str:
@@ -30,7 +27,7 @@ def why_not(module: nn.MultiheadAttention, ranks: int) -> str:
 
 def attend(
     module: Any,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -39,40 +36,30 @@ def attend(
     attn_mask: torch.Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
-    *,
-    pieces: SequencePieces | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention with this rank's heads, and sum the results of the ranks; arguments as of the module.
-
-    Without a mesh this rank computes all heads, with `pieces` for a piece of the sequence.
-    """
-    ranks = 1 if mesh is None else mesh.size()
+    """Compute attention with this rank's heads, and sum the results of the ranks; arguments as of the module."""
     batched = query.dim() == 3
     if not batched:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     elif not module.batch_first:
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
-    heads = module.num_heads // ranks
+    heads = module.num_heads // mesh.size()
     weights = module.in_proj_weight.chunk(3)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     q, k, v = (
         _by_heads(F.linear(given, weight, bias), heads)
         for given, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
-    if mesh is not None:
-        mark((q, k, v))
-    if pieces is not None:
-        k, v = pieces.keys(q, k), pieces.keys(q, v)
-    mask = _mask(q, key_padding_mask, attn_mask, mesh, pieces)
+    mark((q, k, v))
+    mask = _mask(q, key_padding_mask, attn_mask, mesh)
     dropout = module.dropout if module.training else 0.0
     chances: torch.Tensor | None = None
     if need_weights:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         chances = (scores if mask is None else scores + mask).softmax(-1)
         attended = F.dropout(chances, dropout, module.training) @ v
-        if mesh is not None:
-            chances = DTensor.from_local(chances, mesh, [Shard(1)], run_check=False).full_tensor()
+        chances = DTensor.from_local(chances, mesh, [Shard(1)], run_check=False).full_tensor()
         chances = chances.mean(1) if average_attn_weights else chances
     else:
         attended = F.scaled_dot_product_attention(q, k, v, mask, dropout)
@@ -87,20 +74,14 @@ def _by_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _mask(
-    q: torch.Tensor,
-    padding: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    mesh: DeviceMesh | None,
-    pieces: SequencePieces | None,
+    q: torch.Tensor, padding: torch.Tensor | None, mask: torch.Tensor | None, mesh: DeviceMesh
 ) -> torch.Tensor | None:
     """Return one mask to add to this rank's scores, with dimensions for batch, heads, targets and sources."""
     if mask is not None and mask.dim() == 3:
-        heads, ranks, rank = q.shape[1], *((1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank()))
-        mask = mask.view(-1, heads * ranks, *mask.shape[1:]).narrow(1, rank * heads, heads)
+        heads = q.shape[1]
+        mask = mask.view(-1, heads * mesh.size(), *mask.shape[1:]).narrow(1, mesh.get_local_rank() * heads, heads)
     mask = None if mask is None else _to_add(mask, q)
     padding = None if padding is None else _to_add(padding, q)[:, None, None]
-    if pieces is not None:
-        mask, padding = pieces.rows(mask), pieces.rows(padding)
     if mask is None or padding is None:
         return padding if mask is None else mask
     return mask + padding

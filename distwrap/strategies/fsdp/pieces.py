@@ -40,22 +40,21 @@ class Pieces(TorchFunctionMode):
         running: the running forwards of the model.
         mesh: the mesh of the group.
         length: the length of a piece of the sequence; 0 if sequences are whole.
-        draws: whether dropout is on.
     """
 
-    def __init__(self, running: Running, mesh: DeviceMesh, *, length: int = 0, draws: bool = True) -> None:
+    def __init__(self, running: Running, mesh: DeviceMesh, *, length: int = 0) -> None:
         super().__init__()
-        self.running, self.mesh, self.length, self.draws = running, mesh, length, draws
-        self._outside: list[tuple[Any, bool, Any]] = []
+        self.running, self.mesh, self.length = running, mesh, length
+        self._outside: list[tuple[Any, Any]] = []
         self._place: Any = None
 
     def __enter__(self) -> Pieces:
-        self._outside.append((self.running.inside, self.running.sums, self._place))
-        self.running.inside, self.running.sums, self._place = self, True, _place()
+        self._outside.append((self.running.inside, self._place))
+        self.running.inside, self._place = self, _place()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        self.running.inside, self.running.sums, self._place = self._outside.pop()
+        self.running.inside, self._place = self._outside.pop()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -69,11 +68,9 @@ class Pieces(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.draws:
-            return func(*args, **kwargs)
         is_marked = any(_is_marked(each) for each in args)
         if self._draws_apart(func, is_marked, args, kwargs):
-            result = self.apart(func, *args, **kwargs)
+            result = self._apart(func, *args, **kwargs)
         else:
             result = func(*args, **kwargs)
         return mark(result) if is_marked else result
@@ -88,7 +85,7 @@ class Pieces(TorchFunctionMode):
         shape = args[0].shape if func in _BY_NUMBER else args[0].shape[:2]
         return is_marked or self.length in shape
 
-    def apart(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def _apart(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute with random numbers of this rank alone; the generators stay equal on all ranks."""
         if self._place != _place():
             raise ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -198,7 +198,7 @@ class _Computation(nn.Module):
 
 
 class Proof:
-    """Proof of one kind of block, before its first forward in each case.
+    """Proof of one kind of block, before its first forward.
 
     Args:
         name: the name of the first such block.
@@ -206,21 +206,10 @@ class Proof:
         blocks: all blocks of this kind.
         layers: the names of the divided layers, which may not run outside of the block.
         says: advice for the user.
-        case: returns the case, or ``None`` if there is nothing to prove; if it returns ``True``, the proof ends after
-            one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        twins: Twins,
-        blocks: list[nn.Module],
-        layers: list[str],
-        says: str,
-        case: Callable[[nn.Module, Any, Any], Hashable],
-    ) -> None:
-        self._name, self._twins, self._blocks, self._says, self._case = name, twins, blocks, says, case
-        self._proven = set[Hashable]()
+    def __init__(self, name: str, twins: Twins, blocks: list[nn.Module], layers: list[str], says: str) -> None:
+        self._name, self._twins, self._blocks, self._says = name, twins, blocks, says
         self._handles = [
             block.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True) for block in blocks
         ]
@@ -234,14 +223,14 @@ class Proof:
         self._handles.clear()
 
     def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._handles or (case := self._case(block, args, kwargs)) is None or case in self._proven:
+        if not self._handles:
             return
         prove = self._prove
         if "torch._dynamo" in sys.modules:  # a compiled model leaves this out
             prove = torch.compiler.disable(prove)  # type: ignore[no-untyped-call]
-        prove(block, args, kwargs, case)
+        prove(block, args, kwargs)
 
-    def _prove(self, block: nn.Module, args: Any, kwargs: Any, case: Hashable) -> None:
+    def _prove(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._compare_inputs([*tensors_in((args, kwargs))])
         twins, named = self._twins, (*block.named_parameters(), *block.named_buffers())
         numbers = {name: _as(shards.whole(value.detach()), twins.dtype) for name, value in named}
@@ -256,9 +245,7 @@ class Proof:
             )
         for other in self._blocks:
             add_summed(other, summed)
-        self._proven.add(case)
-        if case is True:
-            self.end()
+        self.end()
 
     def _outside(self, layer: nn.Module, args: Any) -> None:
         if self._handles:

@@ -25,7 +25,6 @@ from distwrap.strategies import shards
 from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.divided_tensors import DividedTensors
-from distwrap.strategies.fsdp.context_parallel import ContextParallel
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
@@ -66,11 +65,11 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     require_group("wrap_model")
     net = unwrap_model(model)
     _refuse(net)
-    refuse_sparse(net, f"{strategy.in_groups}=" if strategy.in_groups else "strategy='fsdp'")
+    refuse_sparse(net, "strategy='fsdp'" if strategy.tensor_parallel is None else "tensor_parallel=")
     return_freed_memory(current_world().device)
     wrapping.in_precision.precision.weights(net)
     mesh = tensor_mesh = None
-    if not strategy.in_groups:
+    if strategy.tensor_parallel is None:
         mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
     else:
         mesh, tensor_mesh = _meshes_of_layout(world, strategy)
@@ -90,11 +89,8 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     tensor_parallel = None
     if tensor_mesh is not None:
         by_sequence, shares = strategy.sequence_parallel, mesh.size() if mesh else 1
-        if strategy.context_parallel is None:
-            tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan, by_sequence=by_sequence, shares=shares)
-        else:
-            tensor_parallel = ContextParallel(net, tensor_mesh)
-        said = f"{strategy.in_groups}={tensor_mesh.size()}:\n{tensor_parallel!r}"
+        tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan, by_sequence=by_sequence, shares=shares)
+        said = f"tensor_parallel={tensor_mesh.size()}:\n{tensor_parallel!r}"
         if not tensor_parallel.names:
             said += (
                 f"\nNothing of {type(net).__name__} is cut, so that each of {tensor_mesh.size()} ranks computes all of "
@@ -220,7 +216,7 @@ def tensor_ranks(strategy: FSDPStrategy, world: World) -> int:
     Raises:
         OptionError: the ranks, or those of a node, cannot be divided into groups of this size.
     """
-    place, asked = world.placement, getattr(strategy, strategy.in_groups)
+    place, asked = world.placement, strategy.tensor_parallel
     ranks = place.local_world_size if asked == "node" else asked
     assert isinstance(ranks, int)
     if place.world_size % ranks or (place.nnodes > 1 and place.local_world_size % ranks):
@@ -232,7 +228,7 @@ def tensor_ranks(strategy: FSDPStrategy, world: World) -> int:
 
 
 def _said(strategy: FSDPStrategy) -> str:
-    return f"{strategy.in_groups}={getattr(strategy, strategy.in_groups)!r}"
+    return f"tensor_parallel={strategy.tensor_parallel!r}"
 
 
 def _refuse(net: nn.Module) -> None:

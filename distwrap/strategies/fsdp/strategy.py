@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch import compiled_module
 from distwrap._internals.torch_sharding import accumulated_gradients
+from distwrap.checks import refuses_removed
 from distwrap.errors import OptionError
+from distwrap.former_names import REMOVED
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
@@ -53,9 +55,6 @@ class FSDPStrategy(Strategy):
             computed whole, and compared. `plan_of` shows the plan that came of it.
         sequence_parallel: whether layers that are not cut in a block, such as norms, compute on each rank of a group
             with a piece of the sequence, which is the second dimension.
-        context_parallel: the number of consecutive ranks that take the same share of the data, each of which computes a
-            piece of the sequence in the blocks of the model, and gathers keys and values to attend; ``"node"`` for the
-            ranks of a node. It does not go together with `tensor_parallel`.
         checkpointing: whether the activations of a unit are computed again in its backward; ``"selective"`` keeps those
             of matrix products.
         backend: the backend of the process group.
@@ -72,6 +71,7 @@ class FSDPStrategy(Strategy):
     steps_parameters = True
     places_model = True
 
+    @refuses_removed
     def __init__(
         self,
         *,
@@ -83,7 +83,6 @@ class FSDPStrategy(Strategy):
         tensor_parallel: int | Literal["node"] | None = None,
         plan: Plan = "auto",
         sequence_parallel: bool = False,
-        context_parallel: int | Literal["node"] | None = None,
         backend: str | None = None,
     ) -> None:
         if shard not in (None, "node") and (not isinstance(shard, int) or isinstance(shard, bool) or shard < 1):
@@ -91,25 +90,19 @@ class FSDPStrategy(Strategy):
         check_wrap(wrap)
         if checkpointing not in (False, True, "selective"):
             raise OptionError(f"FSDPStrategy(checkpointing={checkpointing!r}): it is False, True or 'selective'.")
-        in_groups = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
-        for name, ranks in in_groups.items():
-            is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 1
-            if ranks not in (None, "node") and not is_number:
-                raise OptionError(f"FSDPStrategy({name}={ranks!r}): it is None, 'node', or a number of ranks from 2.")
-            if ranks is not None and shard is not None:
-                raise OptionError(
-                    f"FSDPStrategy(): with {name}= the model is sharded over all other ranks; leave shard= out."
-                )
-        if None not in in_groups.values():
+        ranks = tensor_parallel
+        if ranks not in (None, "node") and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2):
             raise OptionError(
-                "FSDPStrategy(): tensor_parallel= and context_parallel= do not go together. Take tensor_parallel= with "
-                "sequence_parallel=True, or one of the two."
+                f"FSDPStrategy(tensor_parallel={ranks!r}): it is None, 'node', or a number of ranks from 2."
+            )
+        if ranks is not None and shard is not None:
+            raise OptionError(
+                "FSDPStrategy(): with tensor_parallel= the model is sharded over all other ranks; leave shard= out."
             )
         if tensor_parallel is None and (plan != "auto" or sequence_parallel):
             raise OptionError("FSDPStrategy(): plan= and sequence_parallel= need tensor_parallel=, which is None.")
         check_plan(plan)
         self.tensor_parallel, self.plan, self.sequence_parallel = tensor_parallel, plan, sequence_parallel
-        self.context_parallel = context_parallel
         self.shard, self.wrap, self.reshard_after_forward = shard, wrap, reshard_after_forward
         self.cpu_offload, self.checkpointing, self.backend = cpu_offload, checkpointing, backend
 
@@ -122,18 +115,12 @@ class FSDPStrategy(Strategy):
             )
 
     def _check_torch(self) -> None:
-        if self.in_groups:
+        if self.tensor_parallel is not None:
             why = "states of cut tensors did not come out whole (tried up to 2.8)"
-            require_torch("tensor and context parallelism", MODEL_PARALLEL_SINCE, why, "strategy='zero2'")
-
-    @property
-    def in_groups(self) -> str:
-        """The option that makes groups of ranks with the same share of the data; empty if none does."""
-        names = ("tensor_parallel", "context_parallel")
-        return next((name for name in names if getattr(self, name) is not None), "")
+            require_torch("tensor parallelism", MODEL_PARALLEL_SINCE, why, "strategy='zero2'")
 
     def setup(self, world: World) -> Layout | None:
-        if not self.in_groups:
+        if self.tensor_parallel is None:
             return None
         self._check_torch()
         from distwrap.strategies.fsdp import sharded
@@ -155,7 +142,7 @@ class FSDPStrategy(Strategy):
         known = [name for name in own if name != "backend"]  # the backend is that of the whole run
         for name in options:
             if name not in known:
-                raise OptionError(unknown_name("option of wrap_model() under fsdp", name, known))
+                raise OptionError(unknown_name("option of wrap_model() under fsdp", name, known, REMOVED["option"]))
         return FSDPStrategy(**{**{name: getattr(self, name) for name in own}, **options}) if options else self
 
     # A step

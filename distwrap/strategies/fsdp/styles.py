@@ -32,11 +32,10 @@ class Running:
     Attributes:
         known: while a model is divided: old and new parameters by the old one's id.
         inside: the running forward of a divided block, which a recomputation enters again.
-        sums: whether the current work uses pieces, so that gradients of whole parameters are summed.
     """
 
     def __init__(self) -> None:
-        self.depth, self.sums = 0, True
+        self.depth = 0
         self.inside: Pieces | None = None
         self.known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
@@ -237,7 +236,7 @@ class _Local:
         if not self.style.running or not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
             return parameter
         found = parameter.to_local()
-        if name in self.summed and self.style.running.sums:
+        if name in self.summed:
             found = enter(found, self.mesh)
         return self.picks[name](found) if name in self.picks else found
 

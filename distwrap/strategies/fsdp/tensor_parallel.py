@@ -6,7 +6,7 @@ Layers that cannot be divided are whole on each rank of the group. All parameter
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -135,7 +135,7 @@ class TensorParallel:
             for ways, why in guesses(module, ranks):
                 fit = [way for way in ways if self._fits(module, way, shared)]
                 if not fit:
-                    self._reasons[general(name)] = why or "its weights are shared, or its inputs cannot be divided"
+                    self._reasons[_general(name)] = why or "its weights are shared, or its inputs cannot be divided"
                     continue
                 unit = unit_of(net, name, blocks)
                 groups.setdefault(unit, []).append([_below(_inside(unit, name), way) for way in fit])
@@ -146,7 +146,7 @@ class TensorParallel:
         )
         units, kinds = {}, dict[str, tuple[Cuts, list[tuple[str, str]]]]()
         for unit, ways_of_groups in groups.items():
-            kind = kind_of(net.get_submodule(unit))
+            kind = _kind_of(net.get_submodule(unit))
             if kind not in kinds:
                 kinds[kind] = self._tried(unit, ways_of_groups)
             if kinds[kind][0].words:
@@ -191,14 +191,14 @@ class TensorParallel:
                 if not why:
                     taken, summed = taken | way, sums
                     break
-                self._reasons[general(f"{unit}.{next(iter(way.words))}")] = why
+                self._reasons[_general(f"{unit}.{next(iter(way.words))}")] = why
         pieces = self._in_pieces(taken)
         if can_try and pieces.by_sequence and taken.words:
-            why, sums = statistics_of(block), summed
+            why, sums = _statistics_of(block), summed
             if not why:
                 why, sums = self._twins(block, pieces, kind).difference(numbers or {}, inputs, {}) or ("", summed)
             if why:
-                self._reasons[general(unit)] = f"{why}, by pieces of the sequence"
+                self._reasons[_general(unit)] = f"{why}, by pieces of the sequence"
                 return taken, summed
             summed = sums
         return pieces, summed
@@ -215,7 +215,7 @@ class TensorParallel:
         net = self._net
         kinds: dict[str, list[str]] = {}
         for unit in units:
-            kinds.setdefault(f"{kind_of(net.get_submodule(unit))} {units[unit]}", []).append(unit)
+            kinds.setdefault(f"{_kind_of(net.get_submodule(unit))} {units[unit]}", []).append(unit)
         twins = {
             names[0]: self._twins(net.get_submodule(names[0]), units[names[0]], self._dtype) for names in kinds.values()
         }
@@ -227,17 +227,13 @@ class TensorParallel:
         for names in kinds.values():
             blocks = [net.get_submodule(name) for name in names]
             layers, says = [*units[names[0]].words], self._says(names[0])
-            proof = Proof(names[0] or "the model", twins[names[0]], blocks, layers, says, self._case)
+            proof = Proof(names[0] or "the model", twins[names[0]], blocks, layers, says)
             self._undo.append(proof.end)
 
     def _says(self, name: str) -> str:
         """Return advice for a block that is not right when it is divided."""
-        says = f"Say plan={{…}} with other styles, or 'whole' of the layers in {general(name)!r}"
+        says = f"Say plan={{…}} with other styles, or 'whole' of the layers in {_general(name)!r}"
         return f"{says}, or leave sequence_parallel out." if self._by_sequence else f"{says}."
-
-    def _case(self, block: nn.Module, args: Any, kwargs: Any) -> Hashable:
-        """Return the case of a proof for a block's arguments, or ``None`` if nothing has to be proven."""
-        return True
 
     def _cut(self, module: nn.Module, cuts: Cuts, undo: list[Callable[[], object]]) -> None:
         """Divide a block, or its twin, in place."""
@@ -267,7 +263,7 @@ class TensorParallel:
                 undo.append(_setting(part, "use_nested_tensor", True))
                 part.use_nested_tensor = False
         if cuts.by_sequence:
-            if why := statistics_of(module):
+            if why := _statistics_of(module):
                 raise ModelError(f"sequence_parallel=True: {type(module).__name__} {why}. Leave it out.")
             undo.append(module.register_forward_pre_hook(self._divide_sequence, with_kwargs=True).remove)
         if cuts.words and not set(_ALONE).issuperset(cuts.words.values()):
@@ -281,19 +277,16 @@ class TensorParallel:
     def _begin(self, block: nn.Module, args: Any, *, by_sequence: bool) -> None:
         length = self._piece if by_sequence else 0
         draws = block.training and not torch.compiler.is_compiling()
-        self._enter(Pieces(self.running, self._mesh, length=length) if draws else None)
-
-    def _enter(self, pieces: Pieces | None) -> None:
+        pieces = Pieces(self.running, self._mesh, length=length) if draws else None
         if pieces is not None:
-            if pieces.draws:
-                self._common.begin()
+            self._common.begin()
             pieces.__enter__()
         self._inside.append(pieces)
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
         if self._inside and (pieces := self._inside.pop()) is not None:
             pieces.__exit__(None, None, None)
-            if pieces.draws and output is not None:  # without an exception
+            if output is not None:  # without an exception
                 self._common.end()
 
     def _divide_sequence(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -332,7 +325,7 @@ class TensorParallel:
                 if word == "whole" and summed_of(module):
                     word = "whole, gradients summed"
                 shapes = [_shapes(own, lambda value: value), _shapes(own, shards.local)]
-                rows[general(name), type(module).__name__, word, shapes[0], shapes[1]] = None
+                rows[_general(name), type(module).__name__, word, shapes[0], shapes[1]] = None
         return list(rows)
 
 
@@ -344,7 +337,7 @@ def _setting(owner: nn.Module, attribute: str, value: Any) -> Callable[[], None]
     return lambda: setattr(owner, attribute, value)
 
 
-def kind_of(block: nn.Module) -> str:
+def _kind_of(block: nn.Module) -> str:
     """Return a text that is equal for blocks with the same computation, whatever their numbers."""
     plain = (int, float, str, bool, tuple, type(None))
     settings = [
@@ -386,12 +379,12 @@ def _outermost(
     return found
 
 
-def statistics_of(block: nn.Module) -> str:
+def _statistics_of(block: nn.Module) -> str:
     """Return why a block's norms forbid pieces of sequences, which no proof would find, or an empty text."""
     norms = [type(part).__name__ for part in block.modules() if getattr(part, "running_mean", None) is not None]
     return f"holds a {norms[0]}, whose statistics would be of a piece of the sequence on each rank" if norms else ""
 
 
-def general(name: str) -> str:
+def _general(name: str) -> str:
     """Return the name of a module with its numbers replaced by ``*``."""
     return re.sub(r"\b\d+\b", "*", name) or "the model"
