@@ -19,7 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.environments.identity import node
 from distwrap.network import memory_file
-from distwrap.network.keys import count, read, set_all
+from distwrap.network.keys import count, find, read, set_all
 from distwrap.network.waiting import Found, wait_until
 from distwrap.supervision.board import BOARD, Board, held
 from distwrap.versions import STORES_CLONE
@@ -61,7 +61,7 @@ class Bells:
         key = f"board/{node()}"
         box = 0
         if memory_file.ARE_POSSIBLE:
-            if not self.store.check([key]):
+            if find(self.store, key) is None:
                 box, name = int(self.store.add("boxes", 1)), f"{BOARD}-{secrets.token_hex(8)}"
                 self._fd = memory_file.make(name)
                 mine = json.dumps([box, memory_file.path_of(self._fd), name])
@@ -70,7 +70,7 @@ class Bells:
                 os.close(self._fd)
                 self._fd = -1
             with suppress(OSError, TypeError, ValueError, AttributeError):  # it may be gone, or another user's
-                box, path, name = json.loads(self.store.get(key))
+                box, path, name = json.loads(read(self.store, key))
                 if name.startswith(BOARD):
                     self._fd = memory_file.open_own(path, name)
                     return Board(self._fd, world_size, texts=True), box
