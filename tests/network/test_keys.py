@@ -22,9 +22,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "file": lambda path: FileStore(str(path), 2),
     "hash": lambda path: HashStore(),
     "tcp": lambda path: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
-    "tcp without libuv": lambda path: TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False
-    ),
+    "tcp without libuv": lambda path: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False),
     "prefix": lambda path: PrefixStore("run", FileStore(str(path), 2)),
 }
 
