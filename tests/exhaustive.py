@@ -123,7 +123,6 @@ EXHAUSTIVE = {
     "comm/test_training.py::test_digits[1]": "[0]",
     "comm/test_training.py::test_digits[2]": "[0]",
     "comm/test_training.py::test_language_model": "test_digits",
-    "checkpoint/test_between_runs.py::test_each_runs": "checkpoint/test_between_strategies.py, and test_resumed_run.py",
     "guarded/test_scale.py::test_128_ranks": "faults/test_scale.py::test_64_ranks",
     "guarded/test_scale.py::test_a_result_of_two_gigabytes": "launch/test_transport.py, with hundreds of megabytes",
     "guarded/test_soak.py::test_a_long_training_takes_no_more_and_more": "faults/test_scale.py::test_launches_in_a_row",

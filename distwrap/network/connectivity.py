@@ -11,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError
 from distwrap.network.interfaces import ADVICE, addresses_of, interfaces
-from distwrap.network.keys import read_all
+from distwrap.network.keys import find, read_all
 from distwrap.network.waiting import are_all_counted, count_in
 
 REPLY_SECONDS = 15.0  # for a name to resolve and its node to answer
@@ -111,7 +111,8 @@ def check_nodes_connect(store: Store, placement: Placement, interface: str) -> N
     if are_all_counted(store, "probe", placement.world_size, REPLY_SECONDS + _SLACK_SECONDS):
         results = read_all(store, keys)
     else:
-        results = [store.get(key) if store.check([key]) else b"a node fell silent" for key in keys]
+        found = [find(store, key) for key in keys]
+        results = [b"a node fell silent" if value is None else value for value in found]
     problems = [problem.decode() for problem in results if problem]
     if problems:
         raise ArrivalError(f"{'; '.join(problems)}. {ADVICE}")

@@ -1,4 +1,8 @@
-"""Values of keys in a store, by one operation where the store has it."""
+"""Values of keys in a store, by one operation where the store has it.
+
+A key that its owner may delete is read by `find` alone. Between `check` and `get` the key may go, and `get` would wait
+for it until the store's time limit.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,22 @@ if TYPE_CHECKING:  # the command `where` comes here without torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 
+_ABSENT = "\0"  # a value that nobody writes
+
+
+def find(store: Store, key: str) -> bytes | None:
+    """Return the value of a key, by one operation that never waits; ``None`` if it is not set.
+
+    A store's `compare_set` returns what stands there, or the value that it was to find where nothing does. A server of
+    torch's then also wakes whoever waits for the key by the store's own `get` or `wait`, so nobody may.
+    """
+    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
+    return None if value == _ABSENT.encode() else value
+
+
 def read(store: Store, key: str) -> bytes:
     """Return the value of a key; empty if it is not set."""
-    value: bytes = store.get(key) if store.check([key]) else b""
-    return value
+    return find(store, key) or b""
 
 
 def read_all(store: Store, keys: list[str]) -> list[bytes]:
@@ -32,4 +48,4 @@ def set_all(store: Store, texts: dict[str, str]) -> None:
 
 def count(store: Store, key: str) -> int:
     """Return the value of a counter; 0 if it was never counted up."""
-    return int(store.add(key, 0)) if store.check([key]) else 0
+    return int(find(store, key) or 0)

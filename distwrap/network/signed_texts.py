@@ -4,6 +4,7 @@ import hmac
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distwrap.network.keys import find
 from distwrap.network.secret import SIZE, signature
 from distwrap.options import SECRET_FILE
 from distwrap.wording import print_notice
@@ -34,9 +35,10 @@ class SignedTexts:
 
     def read(self, key: str) -> str | None:
         """Return a text; ``None`` where no rank has written it."""
-        if not self._store.check([key]):
+        value = find(self._store, key)
+        if value is None:
             return None
-        found = self._store.get(key).decode(errors="replace")
+        found = value.decode(errors="replace")
         text = found[2 * SIZE :]
         if hmac.compare_digest(found.encode(), self._signed(key, text).encode()):
             return text

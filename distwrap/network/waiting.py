@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:  # the command `where` comes here without torch
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -14,21 +14,32 @@ if TYPE_CHECKING:  # the command `where` comes here without torch
 Found = TypeVar("Found")
 
 
-def wait_until(find: Callable[[], Found], seconds: float, longest_pause: float = 0.02) -> Found:
+class Clock(Protocol):
+    """Clock by which ranks wait, and find out that they wait: `time` itself, or one of a test, whose time flies."""
+
+    def monotonic(self) -> float: ...
+
+    def process_time(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+def wait_until(find: Callable[[], Found], seconds: float, longest_pause: float = 0.02, *, clock: Clock = time) -> Found:
     """Call a function until what it returns is true, and return that; after the time limit, what it returned last.
 
     Args:
         find: called at least once.
         seconds: time limit.
         longest_pause: seconds between two calls, which begin at half a millisecond and double up to this.
+        clock: the clock by which it waits.
 
     Example:
         >>> wait_until(iter([0, 0, 3, 4]).__next__, seconds=10)
         3
     """
-    deadline, pause = time.monotonic() + seconds, 0.0005
-    while not (found := find()) and time.monotonic() < deadline:
-        time.sleep(pause)
+    deadline, pause = clock.monotonic() + seconds, 0.0005
+    while not (found := find()) and clock.monotonic() < deadline:
+        clock.sleep(pause)
         pause = min(2 * pause, longest_pause)
     return found
 
@@ -50,7 +61,7 @@ def count_in(store: Store, what: str, size: int) -> None:
         store.set(f"{what}/all", "")
 
 
-def are_all_counted(store: Store, what: str, waiting: int, seconds: float = 1.0) -> bool:
+def are_all_counted(store: Store, what: str, waiting: int, seconds: float = 1.0, *, clock: Clock = time) -> bool:
     """Wait, and return whether all are counted: while torch itself waits, Ctrl-C is not heard.
 
     Args:
@@ -58,8 +69,9 @@ def are_all_counted(store: Store, what: str, waiting: int, seconds: float = 1.0)
         what: as at `count_in`.
         waiting: number of ranks or nodes that wait for it.
         seconds: time limit.
+        clock: the clock by which it waits.
     """
-    return wait_until(lambda: store.check([f"{what}/all"]), seconds, pause_between_looks(waiting))
+    return wait_until(lambda: store.check([f"{what}/all"]), seconds, pause_between_looks(waiting), clock=clock)
 
 
 def run_within(work: Callable[[], Found], seconds: float) -> Found | None:

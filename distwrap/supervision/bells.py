@@ -19,8 +19,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.environments.identity import node
 from distwrap.network import memory_file
-from distwrap.network.keys import count, read, set_all
-from distwrap.network.waiting import Found, wait_until
+from distwrap.network.keys import count, find, read, set_all
+from distwrap.network.waiting import Clock, Found, wait_until
 from distwrap.supervision.board import BOARD, Board, held
 from distwrap.versions import STORES_CLONE
 
@@ -35,15 +35,17 @@ class Bells:
     Args:
         store: the ranks', a client of its own.
         placement: this rank's place.
+        clock: the clock by which this rank waits to be rung.
 
     Attributes:
         store: the ranks'.
         board: shared with other ranks of this node.
         is_held: whether all ranks share the board, which their launcher holds.
+        clock: the clock of this rank's side channel.
     """
 
-    def __init__(self, store: Store, placement: Placement) -> None:
-        self.store, self._rank, self._ranks = store, placement.rank, placement.world_size
+    def __init__(self, store: Store, placement: Placement, clock: Clock = time) -> None:
+        self.store, self._rank, self._ranks, self.clock = store, placement.rank, placement.world_size, clock
         self._heard, self._asked, self._lock, self._stopped = 0, False, threading.Lock(), threading.Event()
         self._fd = -1
         self._waiter: threading.Thread | None = None  # until it starts it would hold this object, and so the store
@@ -61,7 +63,7 @@ class Bells:
         key = f"board/{node()}"
         box = 0
         if memory_file.ARE_POSSIBLE:
-            if not self.store.check([key]):
+            if find(self.store, key) is None:
                 box, name = int(self.store.add("boxes", 1)), f"{BOARD}-{secrets.token_hex(8)}"
                 self._fd = memory_file.make(name)
                 mine = json.dumps([box, memory_file.path_of(self._fd), name])
@@ -70,7 +72,7 @@ class Bells:
                 os.close(self._fd)
                 self._fd = -1
             with suppress(OSError, TypeError, ValueError, AttributeError):  # it may be gone, or another user's
-                box, path, name = json.loads(self.store.get(key))
+                box, path, name = json.loads(read(self.store, key))
                 if name.startswith(BOARD):
                     self._fd = memory_file.open_own(path, name)
                     return Board(self._fd, world_size, texts=True), box
@@ -105,12 +107,13 @@ class Bells:
             seconds: time limit.
             give_up: called often; ends the time when it returns true.
         """
-        deadline = time.monotonic() + seconds
+        deadline = self.clock.monotonic() + seconds
         while True:
-            heard, over = self.heard(), time.monotonic() >= deadline or give_up()
+            heard, over = self.heard(), self.clock.monotonic() >= deadline or give_up()
             if (found := find()) or over:
                 return found
-            wait_until(lambda: self.heard() != heard or give_up(), deadline - time.monotonic())  # noqa: B023
+            left = deadline - self.clock.monotonic()
+            wait_until(lambda: self.heard() != heard or give_up(), left, clock=self.clock)  # noqa: B023
 
     def ring(self, rank: int) -> None:
         """Let a rank look for news."""

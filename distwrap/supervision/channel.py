@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import os
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -78,15 +77,15 @@ class Channel:
         self._owners: dict[str, weakref.ref[object]] = {}  # of what is noted
         self._stopped, self._heard, self._looked, self._shown = threading.Event(), -1, 0.0, 0.0
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.reporter = Reporter(bells, self._notes, placement, activity)
+        self.reporter = Reporter(bells, self._notes, placement, activity, bells.clock)
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
-        self.stalls = StallDetector(bells.store, placement, timeout)
+        self.stalls = StallDetector(bells.store, placement, timeout, bells.clock)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
         work = self.work  # not `self`: nothing here may keep the store until the garbage is collected
-        self.thread = thread = MainThread(lambda: (activity.begun(), activity.step), lambda: work.worker)
-        self.order = OrderCheck(self._notes, placement, activity, lambda: thread.wait() is not None)
+        self.thread = thread = MainThread(lambda: (activity.begun(), activity.step), lambda: work.worker, bells.clock)
+        self.order = OrderCheck(self._notes, placement, activity, lambda: thread.wait() is not None, bells.clock)
         seconds = 0.0 if switched_on(os.environ, QUIET) else notice_seconds(os.environ)
-        self.waits = WaitNotice(bells.store, placement, self.reporter, self.thread, seconds, timeout)
+        self.waits = WaitNotice(bells.store, placement, self.reporter, thread, seconds, timeout, bells.clock)
         self.reporter.waits = self.waits.wait
         self.on_ring: Callable[[], None] = lambda: None
         self.on_stall: Callable[[str], None] | None = None
@@ -159,7 +158,7 @@ class Channel:
         if self._parent not in (None, os.getppid()):
             # On Linux the kernel has killed a rank of ours by then.
             end_process(self._place.rank, "whoever started it is gone")
-        heard, now = self._bells.heard(), time.monotonic()
+        heard, now = self._bells.heard(), self._bells.clock.monotonic()
         rung = heard != self._heard or (not self._bells.is_held and now - self._looked > LOOK_SECONDS)
         if rung:
             self._heard, self._looked = heard, now

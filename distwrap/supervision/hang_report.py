@@ -3,13 +3,14 @@
 import contextlib
 import json
 import secrets
+import time
 from collections.abc import Callable
 from functools import partial
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.network.keys import count, read, read_all
-from distwrap.network.waiting import are_all_counted, wait_until
+from distwrap.network.waiting import Clock, are_all_counted, wait_until
 from distwrap.supervision.bells import ring_from_outside
 from distwrap.supervision.locations import LEFT, NO_ANSWER, Location, merge, seen_at
 from distwrap.supervision.notes import read_note
@@ -23,6 +24,7 @@ def ask_all(
     world_size: int,
     ring: Callable[[], None] | None = None,
     on_asking: Callable[[int], None] = lambda number: None,
+    clock: Clock = time,
 ) -> str:
     """Ask all ranks where they are, and return it in lines, equal ones together.
 
@@ -31,11 +33,12 @@ def ask_all(
         world_size: number of ranks.
         ring: lets all ranks look; by default from a process that is none of them.
         on_asking: called with the number of the question, to answer for this rank.
+        clock: the clock by which it waits for answers.
 
     Raises:
         DistError: the store is gone.
     """
-    asked, said = ask(store, world_size, ring or partial(ring_from_outside, store, world_size), on_asking)
+    asked, said = ask(store, world_size, ring or partial(ring_from_outside, store, world_size), on_asking, clock)
     if said is None:
         said = merge(read_answers(store, world_size, asked))
         store.set(f"said/{asked}", said)
@@ -43,7 +46,7 @@ def ask_all(
 
 
 def ask(
-    store: Store, world_size: int, ring: Callable[[], None], on_asking: Callable[[int], None]
+    store: Store, world_size: int, ring: Callable[[], None], on_asking: Callable[[int], None], clock: Clock = time
 ) -> tuple[int, str | None]:
     """Ask all ranks where they are; return the question's number, and the answer if another rank was asking already.
 
@@ -57,10 +60,10 @@ def ask(
         store.add("reports", 1)
         ring()
         on_asking(asked)
-        are_all_counted(store, f"answers/{asked}", 1, ANSWER_SECONDS)
+        are_all_counted(store, f"answers/{asked}", 1, ANSWER_SECONDS, clock=clock)
         return asked, None
     on_asking(asked)
-    said = wait_until(lambda: read(store, f"said/{asked}"), 2 * ANSWER_SECONDS, longest_pause=0.25)
+    said = wait_until(lambda: read(store, f"said/{asked}"), 2 * ANSWER_SECONDS, longest_pause=0.25, clock=clock)
     return asked, said.decode() if said else None
 
 

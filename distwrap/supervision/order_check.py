@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from distwrap.environments import Placement
+from distwrap.network.waiting import Clock
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.notes import RankNotes
 
@@ -41,11 +42,14 @@ class OrderCheck:
         placement: this rank's place.
         activity: of this rank, which counts it.
         waits: a function that returns whether this rank waits for others.
+        clock: the clock by which it looks.
     """
 
-    def __init__(self, notes: RankNotes, placement: Placement, activity: Activity, waits: Callable[[], bool]) -> None:
-        self._notes, self._place, self._activity, self._waits = notes, placement, activity, waits
-        self._begun, self._since, self._patience = (0, 0, 0, 0), time.monotonic(), _PATIENCE
+    def __init__(
+        self, notes: RankNotes, placement: Placement, activity: Activity, waits: Callable[[], bool], clock: Clock = time
+    ) -> None:
+        self._notes, self._place, self._activity, self._waits, self._clock = notes, placement, activity, waits, clock
+        self._begun, self._since, self._patience = (0, 0, 0, 0), self._clock.monotonic(), _PATIENCE
         self._noted: tuple[Begun, Calls] = self._begun, {}
         self._lock = threading.Lock()
 
@@ -66,7 +70,7 @@ class OrderCheck:
             return self._look()
 
     def _look(self) -> tuple[str, str] | None:
-        begun, now = self._activity.begun(), time.monotonic()
+        begun, now = self._activity.begun(), self._clock.monotonic()
         if begun != self._begun:
             self._begun, self._since, self._patience = begun, now, _PATIENCE
         if now - self._since < self._patience:

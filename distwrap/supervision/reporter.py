@@ -8,7 +8,7 @@ from collections.abc import Callable
 from distwrap._internals.torch_groups import collectives_begun
 from distwrap.environments import Placement
 from distwrap.network.keys import count
-from distwrap.network.waiting import count_in
+from distwrap.network.waiting import Clock, count_in
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
@@ -26,15 +26,18 @@ class Reporter:
         notes: the notes in which this rank writes where it is.
         placement: this rank's place.
         activity: the last helper that ran on it.
+        clock: the clock by which it notes, and waits for answers.
 
     Attributes:
         failed_at: the stack on which this rank failed, which stays its location while it reports the failure.
         waits: a function that returns the wait for other ranks in which this one is.
     """
 
-    def __init__(self, bells: Bells, notes: RankNotes, placement: Placement, activity: Activity) -> None:
+    def __init__(
+        self, bells: Bells, notes: RankNotes, placement: Placement, activity: Activity, clock: Clock = time
+    ) -> None:
         self._bells, self._notes, self._store = bells, notes, bells.store
-        self._place, self._activity = placement, activity
+        self._place, self._activity, self._clock = placement, activity, clock
         self.failed_at: list[stacks.Line] | None = None
         self.waits: Callable[[], Wait | None] = lambda: None
         self._answered = 0
@@ -64,23 +67,23 @@ class Reporter:
 
     def note(self, location: Location) -> None:
         """Note where this rank is, for when it cannot answer; in a store elsewhere only now and then."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if now - self._noted >= self._note_seconds:
             self._noted = now
             self._notes.write("seen", [time.time(), location])
 
     def ask_all(self) -> str:
         """Ask all ranks from another thread than the one that answers."""
-        return ask_all(self._store, self._place.world_size, self._bells.ring_all)
+        return ask_all(self._store, self._place.world_size, self._bells.ring_all, clock=self._clock)
 
     def ask_others(self) -> str:
         """Ask all ranks from the thread that answers, which answers for this rank first."""
-        return ask_all(self._store, self._place.world_size, self._bells.ring_all, self._answer)
+        return ask_all(self._store, self._place.world_size, self._bells.ring_all, self._answer, self._clock)
 
     def locations(self) -> dict[int, Location | str]:
         """Ask as `ask_others` does; return where each rank is, or words where it does not say."""
         size = self._place.world_size
-        asked, said = ask(self._store, size, self._bells.ring_all, self._answer)
+        asked, said = ask(self._store, size, self._bells.ring_all, self._answer, self._clock)
         found = read_answers(self._store, size, asked)
         if said is None:
             self._store.set(f"said/{asked}", merge(found))

@@ -3,7 +3,6 @@
 import json
 import secrets
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -129,7 +128,7 @@ class SharedWork:
             new = range(self._seen[name] + 1, asked + 1)
             if len(new) > _MOST_QUESTIONS:
                 raise ValueError(f"{len(new)} questions at once")
-            self._open += [(f"{name}/{number}", make, time.monotonic()) for number in new]
+            self._open += [(f"{name}/{number}", make, self._bells.clock.monotonic()) for number in new]
             self._seen[name] = asked
         self._open = [each for each in self._open if not self._answer(*each)]
 
@@ -139,7 +138,7 @@ class SharedWork:
         if not asked:
             return False  # it is about to be written
         request, path, rank, token = json.loads(asked)
-        data = make(request, time.monotonic() - since)
+        data = make(request, self._bells.clock.monotonic() - since)
         if data is None:
             return False
         if self._store_is_file:  # else anybody may have named the path
@@ -212,14 +211,14 @@ class SharedWork:
             return lambda: False  # whoever started the ranks ends them all when one dies
         if process["node"] == node():
             return lambda: not lives(process)
-        note, changed, looked = b"", time.monotonic(), 0.0
+        note, changed, looked = b"", self._bells.clock.monotonic(), 0.0
 
         def is_silent() -> bool:
             nonlocal note, changed, looked
-            if time.monotonic() - looked > LOOK_SECONDS:
-                looked, latest = time.monotonic(), read(self._store, f"seen/{worker}")
+            if self._bells.clock.monotonic() - looked > LOOK_SECONDS:
+                looked, latest = self._bells.clock.monotonic(), read(self._store, f"seen/{worker}")
                 note, changed = latest, looked if latest != note else changed
-            return time.monotonic() - changed > SILENT_SECONDS
+            return self._bells.clock.monotonic() - changed > SILENT_SECONDS
 
         return is_silent
 

@@ -5,6 +5,7 @@ import time
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
+from distwrap.network.waiting import Clock
 from distwrap.supervision import stacks
 
 IDLE_CPU = 0.05  # of a core; a process that uses less, and whose main thread stays in the same line, does not move
@@ -18,15 +19,16 @@ class StallDetector:
         store: the store in which ranks that do not move are counted.
         placement: this rank's place.
         timeout: seconds without any rank moving after which the run counts as stalled.
+        clock: the clock by which it looks.
     """
 
-    def __init__(self, store: Store, placement: Placement, timeout: float) -> None:
-        self._store, self._timeout = store, timeout
+    def __init__(self, store: Store, placement: Placement, timeout: float, clock: Clock = time) -> None:
+        self._store, self._timeout, self._clock = store, timeout, clock
         self._rank, self._ranks = placement.rank, placement.world_size
         self._excuses = 0  # waits under way that may take as long as they like
         self._noted = False
         self._mark: tuple[int, int] | None = None
-        self._cpu, self._time = time.process_time(), time.monotonic()
+        self._cpu, self._time = self._clock.process_time(), self._clock.monotonic()
         self._still_since = self._time
 
     def excuse(self, on: bool) -> None:
@@ -36,8 +38,8 @@ class StallDetector:
     def look(self) -> bool:
         """Note whether this rank stands still; return true on the last rank to do so, when all ranks do."""
         if self._main_thread_moved() or self._excuses:
-            self._still_since = time.monotonic()
-        still = time.monotonic() - self._still_since >= self._timeout + COLLECTIVE_SECONDS
+            self._still_since = self._clock.monotonic()
+        still = self._clock.monotonic() - self._still_since >= self._timeout + COLLECTIVE_SECONDS
         if still == self._noted:
             return False
         self._noted, me = still, str(self._rank)
@@ -49,7 +51,7 @@ class StallDetector:
         frame = stacks.frame_of()
         mark = (id(frame), frame.f_lasti) if frame is not None else None
         del frame
-        cpu, now = time.process_time(), time.monotonic()
+        cpu, now = self._clock.process_time(), self._clock.monotonic()
         moved = mark != self._mark or cpu - self._cpu > IDLE_CPU * (now - self._time)
         self._mark, self._cpu, self._time = mark, cpu, now
         return moved

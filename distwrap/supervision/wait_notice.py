@@ -9,6 +9,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.network.keys import count, read
+from distwrap.network.waiting import Clock
 from distwrap.supervision.locations import Location, of_several
 from distwrap.supervision.reporter import Reporter
 from distwrap.supervision.waits import MainThread, Wait
@@ -45,14 +46,22 @@ class WaitNotice:
         thread: the main thread, which may wait.
         seconds: the length of a wait after which a notice is printed; 0 is never.
         timeout: seconds after which a collective ends by itself.
+        clock: the clock by which it looks.
     """
 
     def __init__(
-        self, store: Store, placement: Placement, reporter: Reporter, thread: MainThread, seconds: float, timeout: float
+        self,
+        store: Store,
+        placement: Placement,
+        reporter: Reporter,
+        thread: MainThread,
+        seconds: float,
+        timeout: float,
+        clock: Clock = time,
     ) -> None:
         self._store, self._place, self._reporter, self._thread = store, placement, reporter, thread
         self._seconds = seconds if placement.world_size > 1 else 0.0
-        self._timeout = timeout
+        self._timeout, self._clock = timeout, clock
         self._patience: dict[tuple[str, str], float] = {}  # at each place where ranks have waited, which grows
         self._due, self._stood = self._seconds, 0.0
         self._given: list[tuple[int, Notice]] = []  # of this wait, by this rank, with their numbers
@@ -61,7 +70,7 @@ class WaitNotice:
     def look(self) -> None:
         """Look whether the main thread waits, and print a notice if it is time for one."""
         self._follow()
-        if self._over is not None and time.monotonic() - self._over[0] >= SETTLE_SECONDS:
+        if self._over is not None and self._clock.monotonic() - self._over[0] >= SETTLE_SECONDS:
             text, self._over = self._over[1], None
             if self._reporter.failed_at is None:
                 print_notice(text)
@@ -124,7 +133,7 @@ class WaitNotice:
             self._store.set(f"wait/{number}/over", "")
         number, notice = self._given[-1]
         if count(self._store, "waits") == number:
-            self._over = time.monotonic(), f"{notice.who} on after {self._stood:.0f} s {notice.where}"
+            self._over = self._clock.monotonic(), f"{notice.who} on after {self._stood:.0f} s {notice.where}"
         self._given = []
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distwrap._internals.torch_groups import collectives_begun
 from distwrap.devices.cpus import thread_times
 from distwrap.frames import OURS
+from distwrap.network.waiting import Clock
 from distwrap.supervision import stacks
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -86,6 +87,7 @@ class MainThread:
     Args:
         begun: a function that returns how many exchanges this rank has begun.
         worker: a function that returns the rank for whose work this one waits, or -1.
+        clock: the clock by which it is looked at.
 
     Attributes:
         stood: the seconds for which it has been in one call, or in one wait of distwrap's.
@@ -93,18 +95,18 @@ class MainThread:
         on_accelerator: whether this rank computes on an accelerator, for which a thread may wait in any call.
     """
 
-    def __init__(self, begun: Callable[[], object], worker: Callable[[], int]) -> None:
-        self._begun, self._worker = begun, worker
+    def __init__(self, begun: Callable[[], object], worker: Callable[[], int], clock: Clock = time) -> None:
+        self._begun, self._worker, self._clock = begun, worker, clock
         self._mark: object = None
         self._ran: float | None = None
         self._frames: list[StackFrame] = []
-        self._looked = time.monotonic()
+        self._looked = self._clock.monotonic()
         self.stood, self.moves = 0.0, 0
         self.on_accelerator = False
 
     def look(self) -> bool:
         """Look where the thread is; return whether it has moved since the last look."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         gap, self._looked = min(now - self._looked, _LONGEST_GAP), now
         self._frames = frames_from(stacks.frame_of())
         loop = waiting_loop_in(self._frames)  # in which the instruction changes

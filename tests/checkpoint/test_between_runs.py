@@ -55,7 +55,7 @@ def load_all(folder: Path) -> list[str]:
     return wrong
 
 
-@pytest.mark.slow("ten launches")
+@pytest.mark.nightly(row="products", why="test_between_strategies.py, and test_resumed_run.py")
 @pytest.mark.timeout(400)  # a guard, of what takes half a minute
 def test_each_runs_checkpoint_loads_in_each_other(tmp_path: Path) -> None:
     """A model of blocks and AdamW's state, in a file and in parts, on one to four ranks."""

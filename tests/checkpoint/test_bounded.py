@@ -80,11 +80,7 @@ def test_what_only_looks_large(tmp_path: Path, make: Callable[[], Any]) -> None:
     torch.save({"w": make()}, tmp_path / "a.pt")
     assert (tmp_path / "a.pt").stat().st_size < 4000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(
-        CheckpointError,
-        match=r"cannot load .*a\.pt: (.*would make more of its numbers|it makes an "
-        r"empty)",
-    ):
+    with pytest.raises(CheckpointError, match=r"more of its numbers|makes an empty"):
         dw.load(tmp_path / "a.pt")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 60_000
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,38 +13,42 @@ import distwrap as dw
 from distwrap.checkpoint import files
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
+from tests.interpreters import run_python
+from tests.slow import nightly, slow
 
 KILLS = int(os.environ.get("KILLS", "60"))  # `make kills` sets it
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow("kills 60 processes")
-def test_killed_at_any_moment_the_newest_complete_checkpoint_loads(tmp_path: Path) -> None:
+def kill(module: str, times: int, *words: object) -> None:
+    """Kill so often what saves all the time; many kills must have met something half-written, or prove nothing."""
+    done = run_python("-W", "error", "-m", f"tests.checkpoint.{module}", *words, times, cwd=ROOT, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    killed, in_midst, newest = map(int, done.stdout.split()[-3:])
+    assert killed == times
+    assert in_midst >= times // 10, "hardly any kill has met anything half-written: the moments prove nothing"
+    assert newest > times // 15
+
+
+@pytest.mark.parametrize(
+    "kills", [slow(12, why="kills 12 processes"), nightly(KILLS, row="faults", why="a dozen of the same kills")]
+)
+def test_killed_at_any_moment_the_newest_complete_checkpoint_loads(tmp_path: Path, kills: int) -> None:
     """SIGKILL at random moments of saving in series, over one name, in the background and in parts."""
-    command = [sys.executable, "-W", "error", "-m", "tests.checkpoint.crashing", str(tmp_path), str(KILLS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr[-3000:]
-    killed, in_midst, newest = map(int, done.stdout.split()[-3:])
-    assert killed == KILLS
-    assert in_midst > KILLS // 10, "hardly any kill has met a file half-written: the moments prove nothing"
-    assert newest > KILLS // 15
+    kill("crashing", kills, tmp_path)
 
 
-@pytest.mark.slow("kills 10 pairs of ranks")
-def test_ranks_killed_while_they_save_parts_leave_the_newest_complete_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills", [slow(3, why="kills 3 pairs of ranks"), nightly(10, row="faults", why="three of the same kills")]
+)
+def test_ranks_killed_while_they_save_parts_leave_the_newest_complete_ones(kills: int) -> None:
     """SIGKILL of two ranks that save a divided model, now and in the background; `make kills` does it 300 times."""
-    command = [sys.executable, "-W", "error", "-m", "tests.checkpoint.kills", "--times", "10"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr[-3000:]
-    killed, in_midst, newest = map(int, done.stdout.split()[-3:])
-    assert killed == 10
-    assert in_midst > 1, "hardly any kill has met parts half-written: the moments prove nothing"
-    assert newest > 2
+    kill("kills", kills, "--times")
 
 
 def test_what_a_killed_process_had_begun_is_swept_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves of processes that are gone are removed by a later save; those of living ones, and young ones, stay."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone = subprocess.Popen(["true"])
     gone.wait(30)
     of_gone, of_living = (f".a.pt{files._owner(pid)}x.tmp" for pid in (gone.pid, os.getppid()))
     for name in (of_gone, of_living, ".mine.tmp"):

@@ -60,21 +60,17 @@ def save_after_failures(folder: Path) -> dict[str, Any]:
     dw.save({"model": model, "seen": torch.full((3,), dw.rank() + 1.0)}, folder / "parts", io="sharded")
     mixed = {f"of {dw.rank()}": torch.ones(dw.rank() + 1), "size": torch.ones(2 + dw.rank()), "alike": torch.ones(9)}
     dw.save(mixed, folder / "mixed", io="sharded")
-    with pytest.raises(CheckpointError, match=r"a tensor in a set.*state\['words'\]\['a'\] into a list"):
+    with pytest.raises(CheckpointError, match="in a set"):
         dw.save({"model": model, "words": {"a": {torch.ones(2)}}}, folder / "set.pt")
-    with pytest.raises(CheckpointError, match=r"parts exists and is a folder, and this checkpoint would be a file"):
+    with pytest.raises(CheckpointError, match="is a folder"):
         dw.save(model, folder / "parts", io="file")
-    with pytest.raises(
-        CheckpointError,
-        match=r"False-send exists and is a file, and this checkpoint would be a "
-        r"folder",
-    ):
+    with pytest.raises(CheckpointError, match="is a file"):
         dw.save(model, folder / "False-send", io="sharded")
     assert wrong == []
     return whole
 
 
-@pytest.mark.slow("waits for a limit to pass")
+@pytest.mark.slow("imports FSDP")
 def test_the_save_after_a_failure_is_right(tmp_path: Path) -> None:
     """Numbers that could not be sent, taken or written spoil no later file; of what differs rank 0's is saved."""
     whole = run_ranks(save_after_failures, 2, tmp_path, timeout=60)[0]
@@ -92,7 +88,7 @@ def test_a_file_and_a_folder_do_not_replace_each_other(tmp_path: Path) -> None:
     dw.save(state, tmp_path / "a.pt")
     (tmp_path / "b.pt").mkdir()
     for path, io in (("a.pt", "sharded"), ("a.pt", "safetensors"), ("b.pt", "file")):
-        with pytest.raises(CheckpointError, match=r"is a (file|folder), and this checkpoint would be a (file|folder)"):
+        with pytest.raises(CheckpointError, match=r"is a (file|folder)"):
             dw.save(state, tmp_path / path, io=io)
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
 
@@ -126,5 +122,5 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     dw.save(nested(250), tmp_path / "deep.pt")
     assert dw.load(tmp_path / "deep.pt") == nested(250)
     for levels in (251, 400):
-        with pytest.raises(CheckpointError, match="nested deeper than 250 levels"):
+        with pytest.raises(CheckpointError, match="250 levels"):
             dw.save(nested(levels), tmp_path / "deep.pt")

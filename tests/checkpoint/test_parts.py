@@ -157,18 +157,15 @@ def test_parts_that_are_no_whole_are_refused(tmp_path: Path) -> None:
 
     def on_rank() -> None:
         for how, message in (
-            (
-                "numbers",
-                r"Unlike\.parts\(\) .*'flat \(2,\)' is the first that differs: rank 0 .* and rank 1 .* DTensor",
-            ),
-            ("names", r"rank 1 does not hold the same tensors as rank 0 \(flat1 \(2,\)\)"),
-            ("sizes", r"rank 1 does not hold the same tensors as rank 0 \(flat \(6,\)\)"),
+            ("numbers", r"'flat \(2,\)' .* differs"),
+            ("names", r"rank 1 .* \(flat1 \(2,\)\)"),
+            ("sizes", r"rank 1 .* \(flat \(6,\)\)"),
         ):
             model = dw.wrap_model(nn.Linear(1, 1), strategy=Unlike(how))
             with pytest.raises(CheckpointError, match=message):
                 dw.save({"model": model}, tmp_path / "parts", io="sharded")
         whole = piece(torch.ones(1), torch.ones(2))
-        with pytest.raises(CheckpointError, match=r"state\['w'\]\[0\] is a DTensor, of which rank 0 has a piece"):
+        with pytest.raises(CheckpointError, match=r"\['w'\]\[0\] is a DTensor"):
             dw.save({"w": [whole]}, tmp_path / "file.pt")
 
     run_ranks(on_rank, 2, timeout=60)

@@ -32,7 +32,7 @@ def check(pickled: bytes) -> None:
 )
 def test_no_text_is_made_longer(pickled: bytes) -> None:
     """Bytes as hexadecimal digits are twice as long, and those again: a file of 2 KB took half a gigabyte."""
-    with pytest.raises(CheckpointError, match=r"a\.pt: it holds an encoded text, whose length the file does not limit"):
+    with pytest.raises(CheckpointError, match="encoded text"):
         check(pickled)
 
 
@@ -68,5 +68,5 @@ def test_a_pickle_behind_4_gib_is_the_one_that_torch_reads(tmp_path: Path) -> No
         file += b"PK\3\4" + struct.pack("<5H", 45, 0, 0, 0, 0) + sizes + struct.pack("<2H", len(name), 0) + name + data
     end = b"PK\5\6" + struct.pack("<4H2LH", 0, 0, 2, 2, len(table), len(file), 0)
     (tmp_path / "a.pt").write_bytes(file + table + end)
-    with pytest.raises(CheckpointError, match="it holds an encoded text, whose length the file does not limit"):
+    with pytest.raises(CheckpointError, match="encoded text"):
         dw.load(tmp_path / "a.pt")

@@ -13,7 +13,6 @@ import distwrap as dw
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
 from tests.checkpoint.test_streaming import made, same, state_of, stepped
-from tests.slow import MORE_RANKS
 
 NAMES = ("file.pt", "parts")
 
@@ -46,7 +45,7 @@ def loaded(folder: Path) -> list[dict[str, Any]]:
     return states
 
 
-@pytest.mark.slow(MORE_RANKS)
+@pytest.mark.slow("imports FSDP")
 def test_pieces_are_read_at_any_number_of_ranks(tmp_path: Path) -> None:
     """A model and AdamW's state go on bit by bit on more ranks, on one, and in a process that knows no strategy."""
     expected = run_ranks(saved, 2, tmp_path, timeout=60)[0]
@@ -72,18 +71,14 @@ def resumed_without_a_common_disk(folder: Path) -> list[dict[str, Any]]:
     assert isinstance(found["model"]["first.weight"], DTensor)
     assert isinstance(found["optimizer"]["state"][0]["exp_avg"], DTensor)
     whole = dw.resume_from(own / "file.pt")
-    with pytest.raises(
-        CheckpointError,
-        match=r"rank 0 of 2 see another one there, or none: put it on a disk that all "
-        r"nodes "
-        r"see",
-    ):
+    with pytest.raises(CheckpointError, match=r"rank 0 of 2 .*disk"):
         dw.resume_from(own / "parts", into={"model": model})
-    with pytest.raises((CheckpointError, FileNotFoundError), match=r"(rank 0 cannot open .*, which must|No such file)"):
+    with pytest.raises((CheckpointError, FileNotFoundError), match=r"rank 0 cannot open|No such file"):
         dw.load(own / "parts", io="sharded")
     return [expected, {"model": state_of(model), "optimizer": state_of(optimizer)}, whole]
 
 
+@pytest.mark.slow("imports FSDP")
 def test_a_file_of_one_node_is_sent_in_pieces(tmp_path: Path) -> None:
     """A run without a common disk goes on bit by bit; parts that a rank does not see are an error on every rank."""
     for expected, found, whole in run_ranks(resumed_without_a_common_disk, 2, tmp_path, timeout=30):

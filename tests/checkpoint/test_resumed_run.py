@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import distwrap as dw
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
-from tests.slow import MORE_RANKS, slow
+from tests.slow import nightly, slow
 
 EPOCHS, SAMPLES = 3, 29
 
@@ -78,7 +78,13 @@ def train(folder: Path, stop_after: int | None, precision: str, window: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("nprocs", "precision", "window"), [(2, "32", 1), (2, "fp16", 2), slow(3, "bf16", 2, why=MORE_RANKS), (1, "32", 2)]
+    ("nprocs", "precision", "window"),
+    [
+        (2, "fp16", 2),
+        slow(2, "32", 1, why="one that is cut twice is in make test"),
+        slow(1, "32", 2, why="one that is cut twice is in make test"),
+        nightly(3, "bf16", 2, row="products", why="two ranks, in the other precisions"),
+    ],
 )
 def test_continued_is_uninterrupted(tmp_path: Path, nprocs: int, precision: str, window: int) -> None:
     """Weights, moments, statistics, learning rate, scale and random numbers, cut in the middle of epochs, twice."""

@@ -87,13 +87,13 @@ def save_in_all_ways(folder: Path) -> list[dict[str, Any]]:
     dw.wait_for_saves()
     for background in (False, True):  # where rank 0 cannot write, nobody waits to send it a tensor
         for place, io in ((folder / "gone" / "a.pt", "auto"), (folder / "full.pt", Full())):
-            with pytest.raises(CheckpointError, match=r"was not written by rank 0 .*(gone|No space)"):
+            with pytest.raises(CheckpointError, match=r"rank 0 .*(gone|No space)"):
                 save_and_wait(model, place, io=io, background=background)
     with pytest.raises(CheckpointError, match="sparse"):
         dw.save({"model": model, "words": torch.eye(2).to_sparse()}, folder / "sparse.pt")
-    with pytest.raises(CheckpointError, match=r"holds a dict of names and tensors"):
+    with pytest.raises(CheckpointError, match="dict of names"):
         dw.save({"model": model}, folder / "nested.safetensors")
-    with pytest.raises(CheckpointError, match=r"state\['f'\] is a builtins.function"):
+    with pytest.raises(CheckpointError, match=r"\['f'\] is a .*function"):
         dw.save({"model": model, "f": made}, folder / "function.pt")
     return states
 
@@ -228,18 +228,18 @@ def test_a_folder_that_holds_more_than_a_model_is_not_replaced(tmp_path: Path) -
     dw.save(nn.Linear(2, 3), tmp_path / "net", io="safetensors")
     assert dw.load(tmp_path / "net")["weight"].shape == (3, 2)
     (tmp_path / "net" / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"holds config\.json, which would be lost with it"):
+    with pytest.raises(CheckpointError, match="config"):
         dw.save(nn.Linear(2, 1), tmp_path / "net", io="safetensors")
     assert dw.load(tmp_path / "net")["weight"].shape == (3, 2)
     index = tmp_path / "net" / "model.safetensors.index.json"
     for text, message in (
-        ("[]", "has no 'weight_map'"),
-        ('{"weight_map": {"w": "../a.safetensors"}}', r"says that 'w' is in '\.\./a\.safetensors'"),
-        ('{"weight_map": {"w": "gone.safetensors"}}', r"gone\.safetensors is missing"),
-        ('{"weight_map": {"w": "model.safetensors"}}', "has no 'w', which the index says"),
+        ("[]", "weight_map"),
+        ('{"weight_map": {"w": "../a.safetensors"}}', "'w' is in"),
+        ('{"weight_map": {"w": "gone.safetensors"}}', "is missing"),
+        ('{"weight_map": {"w": "model.safetensors"}}', "has no 'w'"),
     ):
         index.write_text(text)
         with pytest.raises(CheckpointError, match=message):
             dw.load(tmp_path / "net")
-    with pytest.raises(OptionError, match=r"max_shard_size='5 apples' is not a size"):
+    with pytest.raises(OptionError, match="max_shard_size"):
         SafetensorsIO(max_shard_size="5 apples")

@@ -46,8 +46,11 @@ def test_files_that_are_named_are_there() -> None:
 def test_functions_that_say_little_are_there() -> None:
     """Each function that a hang report does not name is in torch, in distwrap or in the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
-    texts = (path.read_text() for place in (PACKAGE, TORCH) for path in place.rglob("*.py"))
+    places = (PACKAGE, TORCH / "utils", TORCH)  # most are in the first two
+    texts = (path.read_text() for place in places for path in place.rglob("*.py"))
     left = set(stacks._SILENT)
     for text in (*map(Path.read_text, library.glob("*.py")), *texts):
         left -= {name for name in left if re.search(rf"\bdef {name}\(", text)}
+        if not left:
+            break
     assert not left

@@ -9,24 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from distwrap.environments import Placement
-from distwrap.errors import CollectiveError
+from distwrap.errors import CollectiveError, WorkerDiedError
 from distwrap.network import stores
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.stores import client_of
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
-from distwrap.supervision.shared_work import LOOK_SECONDS, SharedWork
+from distwrap.supervision.shared_work import LOOK_SECONDS, SILENT_SECONDS, SharedWork
+from tests.clock import FastClock
 from tests.limits import SOON
 
 
 class Excused:
     """A stall detector that is asked to excuse, and does."""
 
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
     def excuse(self, on: bool) -> None:
-        pass
+        self.asked.append(on)
 
 
 @pytest.mark.parametrize("on_one_node", [True, False])
@@ -109,17 +114,50 @@ def test_who_waits_hears_at_once_that_a_rank_leaves() -> None:
     store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
     places = [Placement(rank, 2, master_addr="127.0.0.1") for rank in range(2)]
     rings = [Bells(client_of(store), place) for place in places]
+    stalls = [Excused() for _ in places]
     works = [
-        SharedWork(bells, SignedTexts(bells.store, b""), place, Excused(), supervised=True)  # type: ignore[arg-type]
-        for bells, place in zip(rings, places, strict=True)
+        SharedWork(bells, SignedTexts(bells.store, b""), place, each, supervised=True)  # type: ignore[arg-type]
+        for bells, place, each in zip(rings, places, stalls, strict=True)
     ]
     store.set("here/0", "{}")
     leaving = threading.Timer(0.5, works[0].leave, kwargs={"failed": False})
     leaving.start()
     start = time.monotonic()
-    with pytest.raises(CollectiveError, match="has left the function already"):
+    with pytest.raises(CollectiveError, match="left"):
         works[1].wait_for("thing", 0)
+    assert stalls[1].asked == [True, False], "a rank that waits for work is no stall"
     assert time.monotonic() - start < LOOK_SECONDS / 2
     leaving.join()
     for bells in rings:
         bells.close()
+
+
+class Working(FastClock):
+    """Clock in whose time a rank on another node works for 300 s, and then publishes; it may say that it is there."""
+
+    def __init__(self, store: HashStore, notes: bool) -> None:
+        super().__init__()
+        self._store, self._notes = store, notes
+
+    def sleep(self, seconds: float, /) -> None:
+        super().sleep(seconds)
+        if self._notes:
+            self._store.set("seen/0", f"{self.now // 5}")
+        if self.now > 1300:
+            SignedTexts(self._store, b"").set("work/thing", b"made".hex())
+
+
+@pytest.mark.parametrize("notes", [True, False])
+def test_work_of_a_rank_on_another_node_takes_as_long_as_it_lives(notes: bool) -> None:
+    """Who notes now and then where it is lives; who has not for two minutes counts as gone, and is named."""
+    store, place = HashStore(), Placement(1, 2, 0, 1, 1, 2, master_addr="127.0.0.1")
+    store.set("here/0", json.dumps({"node": "another", "host": "over there", "pid": 7}))
+    bells = Bells(store, place, Working(store, notes))
+    work = SharedWork(bells, SignedTexts(store, b""), place, Excused(), supervised=False)  # type: ignore[arg-type]
+    if notes:
+        assert work.wait_for("thing", 0) == b"made"
+    else:
+        with pytest.raises(WorkerDiedError, match="over there"):
+            work.wait_for("thing", 0)
+        assert SILENT_SECONDS <= bells.clock.monotonic() - 1000 <= SILENT_SECONDS + 2 * LOOK_SECONDS
+    bells.close()

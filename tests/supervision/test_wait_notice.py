@@ -5,7 +5,6 @@ from __future__ import annotations
 import bdb
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -16,16 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 import distwrap as dw
+from distwrap.environments import Placement
 from distwrap.errors import OptionError
 from distwrap.options import Options
+from distwrap.supervision import stacks, waits as waits_module
+from distwrap.supervision.channel import TICK_SECONDS
 from distwrap.supervision.locations import Location
-from distwrap.supervision.wait_notice import notice_of
+from distwrap.supervision.wait_notice import WaitNotice, notice_of
 from distwrap.supervision.waits import MainThread, Wait
 from distwrap.testing import run_ranks
 from tests.by_hand import by_hand
+from tests.clock import FastClock
 from tests.slow import INTERPRETERS
 
 LIMIT = 60.0
@@ -245,37 +249,6 @@ def test_nothing_is_said_where_nobody_waits_in_vain(tmp_path: Path) -> None:
     assert len(lines(path, "after ")) == 15, path.read_text()
 
 
-def waits(path: Path, number: int) -> None:
-    with heard(path):
-        if dw.rank() == 0:
-            keep_waiting(path, number)
-        dw.barrier()
-
-
-@pytest.mark.slow("waits for a limit to pass")
-def test_it_is_said_again_when_it_lasts_four_times_as_long(tmp_path: Path) -> None:
-    """The second line comes after four times the seconds of the first."""
-    path = tmp_path / "told"
-    run_ranks(waits, 3, path, 2, timeout=LIMIT)
-    first, second = (int(re.findall(r"waited (\d+) s", line)[0]) for line in lines(path, "waited"))
-    assert second >= 2
-    assert second > first
-
-
-def waits_again(path: Path) -> None:
-    for number in (1, 2):
-        waits(path, number)
-
-
-@pytest.mark.slow("waits for a limit to pass")
-def test_a_later_wait_at_the_same_place(tmp_path: Path) -> None:
-    """Ranks that wait at a line again, as at each evaluation of one rank, say so when it takes four times as long."""
-    path = tmp_path / "told"
-    run_ranks(waits_again, 3, path, timeout=LIMIT)
-    _, second = (int(re.findall(r"waited (\d+) s", line)[0]) for line in lines(path, "waited"))
-    assert second >= 2
-
-
 def some_wait_for_some(path: Path) -> None:
     pair = dist.new_group([1, 2])
     with heard(path):
@@ -305,33 +278,10 @@ def test_a_wait_for_one_rank_or_for_a_group(tmp_path: Path) -> None:
         ), line
 
 
-def stands_still(path: Path) -> None:
-    pids = dw.gather_object(os.getpid())
-    with heard(path):
-        if dw.rank() == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if dw.rank() == 2:
-            keep_waiting(path, 1)
-            os.kill(pids[0], signal.SIGCONT)
-        dw.barrier()
-
-
 @pytest.mark.slow("waits for a limit to pass")
-def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
-    """Of a rank that does not answer the line says so."""
-    path = tmp_path / "told"
-    run_ranks(stands_still, 3, path, timeout=LIMIT)
-    (line,) = lines(path, "waited")
-    assert "rank 1 has waited" in line
-    assert "for rank 0, which does not answer: " in line
-    assert re.search(", and rank 2, which is in (keep_waiting|lines|read_text)", line)
-
-
-@pytest.mark.parametrize(("name", "value"), [("DISTWRAP_QUIET", "1"), ("DISTWRAP_WAIT_NOTICE", "0")])
-@pytest.mark.slow("waits for a limit to pass")
-def test_it_can_be_silenced(name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is said with the variable that silences lines, nor with a limit of 0."""
-    monkeypatch.setenv(name, value)
+def test_it_can_be_silenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said with the variable that silences lines."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "1")
     path = tmp_path / "told"
     run_ranks(waits_unheard, 2, path, timeout=LIMIT)
     assert path.read_text() == ""
@@ -377,24 +327,132 @@ def test_without_a_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", "30 s"])
 def test_a_wrong_limit_is_refused(value: str) -> None:
     """The variable is a number of seconds, or 0."""
-    with pytest.raises(OptionError, match=r"DISTWRAP_WAIT_NOTICE='.*': it must be a number of seconds, or 0 for never"):
+    with pytest.raises(OptionError, match="DISTWRAP_WAIT_NOTICE"):
         Options().with_environment({"DISTWRAP_WAIT_NOTICE": value})
 
 
-@pytest.mark.slow("waits for a limit to pass")
-def test_time_in_which_a_process_is_stopped_is_no_wait() -> None:
+# When it is said, by a clock of the test's.
+
+
+class Standing:
+    """A main thread that waits in one call, as `MainThread` sees it, until it moves."""
+
+    def __init__(self, clock: FastClock) -> None:
+        self._clock, self._since, self._moved = clock, clock.now, False
+        self.stood, self.moves = 0.0, 0
+
+    def move(self) -> None:
+        self._moved = True
+
+    def look(self) -> bool:
+        moved, self._moved = self._moved, False
+        self._since = self._clock.now if moved else self._since
+        self.stood, self.moves = self._clock.now - self._since, self.moves + moved
+        return moved
+
+    def wait(self) -> Wait:
+        return Wait(self.stood, "exchange")
+
+
+class Asked:
+    """What a rank hears of the others: they are in a barrier, and rank 0 is not."""
+
+    failed_at = None
+
+    def __init__(self, rank: int, thread: Standing) -> None:
+        self._rank, self._thread = rank, thread
+
+    def location(self) -> Location:
+        return Location("barrier", "train.py:8", wait=self._thread.wait(), begun=1)
+
+    def locations(self) -> dict[int, Location | str]:
+        return {0: Location("evaluate", "train.py:5"), **dict.fromkeys(range(1, RANKS), self.location())}
+
+
+RANKS = 3
+
+
+class Waiting:
+    """Ranks 1 and 2, which wait for rank 0, each with notices of its own."""
+
+    def __init__(self, seconds: float = 0.5) -> None:
+        self.clock, store = FastClock(), HashStore()
+        self.threads = [Standing(self.clock) for _ in range(1, RANKS)]
+        self.asked = [Asked(rank, thread) for rank, thread in enumerate(self.threads, 1)]
+        self.notices = [
+            WaitNotice(store, Placement(rank, RANKS), asked, thread, seconds, 600, self.clock)  # type: ignore[arg-type]
+            for rank, (asked, thread) in enumerate(zip(self.asked, self.threads, strict=True), 1)
+        ]
+
+    def wait(self, seconds: float) -> None:
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.sleep(TICK_SECONDS)
+            for notice in self.notices:
+                notice.look()
+
+    def move(self) -> None:
+        for thread in self.threads:
+            thread.move()
+
+
+def waited(capfd: pytest.CaptureFixture[str], words: str = "waited") -> list[str]:
+    return [line for line in capfd.readouterr().err.splitlines() if words in line]
+
+
+def test_it_is_said_again_when_it_lasts_four_times_as_long(capfd: pytest.CaptureFixture[str]) -> None:
+    """One of the ranks that wait says so for all; each line comes after four times the seconds of the one before."""
+    waiting = Waiting()
+    waiting.wait(100)
+    told = waited(capfd)
+    assert [re.findall(r"waited (\d+) s", line) for line in told] == [["0"], ["2"], ["8"], ["32"]]
+    assert len({line.split(" have ")[0] for line in told}) == 1
+    assert "ranks 1, 2 have waited" in told[0]
+    assert "in barrier at train.py:8 for rank 0, which is in evaluate at train.py:5. They wait up to 600 s." in told[0]
+
+
+def test_a_later_wait_at_the_same_place(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that wait at a line again, as at each evaluation of one rank, say so when it takes four times as long."""
+    waiting = Waiting()
+    waiting.wait(1)
+    waiting.move()
+    waiting.wait(1.5)
+    assert len(waited(capfd)) == 1
+    waiting.wait(1)
+    assert [re.findall(r"waited (\d+) s", line) for line in waited(capfd)] == [["2"]]
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_the_end_of_a_wait_is_said_once_it_is_over(has_failed: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A second later, by the rank that has said the wait, unless it has failed meanwhile."""
+    waiting = Waiting()
+    waiting.wait(1)
+    waiting.move()
+    for asked in waiting.asked:
+        asked.failed_at = [] if has_failed else None  # type: ignore[assignment]
+    waiting.wait(0.5)
+    assert not waited(capfd, "on after")
+    waiting.wait(2)
+    assert len(waited(capfd, "ranks 1, 2 go on after 1 s in barrier at train.py:8")) == (not has_failed)
+
+
+def test_no_wait_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is said with a limit of 0."""
+    Waiting(0.0).wait(100)
+    assert not waited(capfd, "")
+
+
+def test_time_in_which_a_process_is_stopped_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two looks a second counts at most, so that a job that was stopped as a whole has not waited."""
-    thread = MainThread(lambda: 0, lambda: -1)
-
-    def look() -> None:
-        for pause in (0.2, 0.2, 2.5):
-            time.sleep(pause)
-            thread.look()
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    looking.join()  # where the main thread stands
-    assert 0 < thread.stood <= 2.0
+    clock, frame = FastClock(), sys._getframe()
+    monkeypatch.setattr(stacks, "frame_of", lambda: frame)
+    monkeypatch.setattr(waits_module, "frames_from", lambda frame: [])
+    thread = MainThread(lambda: 0, lambda: -1, clock)
+    thread.look()
+    for pause in (0.25, 0.25, 2.5):
+        clock.sleep(pause)
+        assert not thread.look()
+    assert thread.stood == 1.5
 
 
 # Words
