@@ -24,6 +24,7 @@ from distwrap.errors import LoaderError, ModelError
 from distwrap.versions import TORCH_RELEASE
 from tests.house.private_names import TABLE
 from tests.interpreters import run_python
+from tests.slow import slow
 
 # torch's own extension points: to override them is what they are for.
 OVERRIDDEN = {"_apply", "_load_from_state_dict"}
@@ -53,12 +54,15 @@ def _classes() -> Iterator[type]:
 # What there is
 
 
-def test_this_version_has_each() -> None:
+@pytest.mark.parametrize("of_datasets", [False, slow(True, why="imports datasets")], ids=["others", "datasets"])
+def test_this_version_has_each(of_datasets: bool) -> None:
     """Each name is in the installed version of its owner; where it is not, _internals is to name that version."""
     gone = []
     for each in TABLE:
         owner = each.module.partition(".")[0]
-        if importlib.util.find_spec(owner) is None or not each.is_in(TORCH_RELEASE):
+        if (owner == "datasets") is not of_datasets or importlib.util.find_spec(owner) is None:
+            continue
+        if not each.is_in(TORCH_RELEASE):
             continue
         try:
             eval(each.expression, {**vars(importlib.import_module(each.module))})
