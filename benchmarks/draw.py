@@ -3,8 +3,7 @@
     python benchmarks/draw.py                   # all of them, into docs/pictures
     python benchmarks/draw.py launch data       # these alone
 
-The figures are written there as the page's tables have them, with their units and words; tests/docs/test_measured.py
-holds the two together. Needs matplotlib.
+The figures are written there as the page's tables have them, with their units and words. Needs matplotlib.
 """
 
 from __future__ import annotations

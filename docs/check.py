@@ -1,6 +1,8 @@
 """Check that documentation, changelog and docstrings agree with the code. Prints what does not, and exits with 1.
 
 python docs/check.py
+
+What needs no import of the package is checked by `python -m tests.house.check`.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import names  # the file beside this one
+
 import distwrap
 import distwrap.testing
 from distwrap import errors, options, registry
+from distwrap.cli import COMMANDS
 from distwrap.environments import ranks
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +57,9 @@ def problems() -> Iterator[str]:
     yield from names_of_options()
     yield from variables_of_clusters()
     yield from errors_named()
+    yield from messages_quoted()
+    yield from names.check()
+    yield from parts_and_commands()
     for name in public:
         docstring = inspect.getdoc(getattr(distwrap, name)) or ""
         if not docstring:
@@ -142,6 +150,34 @@ def errors_named() -> Iterator[str]:
         for name in sorted(set(re.findall(r"`([A-Z][A-Za-z]+Error)`", path.read_text()))):
             if not hasattr(errors, name) and not hasattr(builtins, name):
                 yield f"{path.relative_to(ROOT)} speaks of {name}, which distwrap.errors does not have."
+
+
+def messages_quoted() -> Iterator[str]:
+    """Yield which row of the page of errors quotes a message that the package does not have."""
+    sys.path.insert(0, str(ROOT / "docs" / "_extension"))
+    messages_of = importlib.import_module("messages").messages_of
+    rows = re.findall(r"^\| `(\w+)`: (.+?) \|", (REFERENCE / "errors.md").read_text(), re.MULTILINE)
+    quoted = [(name, words) for name, words in rows if hasattr(errors, name)]
+    package = [path.read_text() for path in (ROOT / "distwrap").rglob("*.py")]
+    texts = "\n".join([*package, *(text for name in dict(quoted) for text in messages_of(name))])
+    for name, words in quoted:
+        for part in filter(None, map(str.strip, words.split("…"))):
+            if part not in texts:
+                yield f"docs/reference/errors.md quotes a message of {name} that there is not: {part}"
+    if not any("has got the same inputs on all" in text for text in messages_of("LoaderError")):
+        yield "docs/reference/errors.md lacks messages that a function of the same file makes."
+
+
+def parts_and_commands() -> Iterator[str]:
+    """Yield where docs/explanation/architecture.md differs from the parts of a run, or from the commands."""
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    package = "\n".join(path.read_text() for path in (ROOT / "distwrap").rglob("*.py"))
+    parts = re.findall(r"^class ([A-Za-z]\w*)\(.*\bRunPart\b", package, re.MULTILINE)
+    named = [*table(page, "| part | room | keeps |")]
+    named.remove("Activity")  # which is one by its methods
+    yield from compare("docs/explanation/architecture.md's parts of a run", named, "the package's", parts)
+    (row,) = re.findall(r"^\| `cli` \|.*: (.+) \|$", page, re.MULTILINE)
+    yield from compare("docs/explanation/architecture.md's commands", row.split(", "), "cli's", COMMANDS)
 
 
 def rows_of(known: registry.Registry[object]) -> Iterator[str]:

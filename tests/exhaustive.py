@@ -136,12 +136,6 @@ EXHAUSTIVE = {
     "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[7": "[0-2] to [3-2], by other programs",
     "programs/test_programs.py::test_programs_that_nobody_has_seen": "test_programs_give_the_numbers_of_one_process",
     "convert/test_peers.py::test_nothing_is_done_or_found_twice[imagenet]": "the smaller programs",
-    "docs/test_docs.py::test_helpers_alone_fit_a_line[torchrun]": "test_readme_programs_run[torchrun]",
-    "docs/test_docs.py::test_language_model_learns_the_same": "strategies/test_equality_of_strategies.py",
-    "docs/test_pages.py::test_the_page_runs[docs/howto/hydra.md]": "launch/test_script_again.py::test_hydra",
-    "docs/test_pages.py::test_the_page_runs[docs/howto/several_machines.md]": "[docs/tutorial/several_nodes.md]",
-    "docs/test_notebooks.py::test_the_notebook_runs[slow_link]": "docs/test_pages.py[docs/howto/slow_links.md]",
-    "docs/test_notebooks.py::test_the_notebook_runs[huge_data]": "docs/test_pages.py[docs/howto/huge_data.md]",
     "test_packaging.py::test_a_release_is_the_same_each_time": "`make check`, which builds one",
     "test_packaging.py::test_tests_run_from_it": "test_everything_of_the_repository_is_in_it",
     # Benchmarks that `make bench` runs: that they run.

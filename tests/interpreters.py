@@ -55,6 +55,7 @@ class Interpreter:
         self._control, theirs = socket.socketpair()
         with theirs, socket.socket(socket.AF_UNIX) as listener:
             listener.bind("")  # to a name that Linux chooses, and that is no file
+            listener.listen()  # who connects before torch is imported waits
             self.name: str = listener.getsockname()[1:].decode()
             descriptors = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
@@ -229,7 +230,6 @@ def serve(control_fd: int, listener_fd: int) -> NoReturn:
     gc.freeze()
     runpy.run_path(str(ROOT / "distwrap" / "launch" / "large_pages.py"))["use_large_pages"]()
     control, listener = socket.socket(fileno=control_fd), socket.socket(fileno=listener_fd)
-    listener.listen()
     callers = [control]
     programs: dict[int, _Program] = {}  # by what says that it has ended
     while True:

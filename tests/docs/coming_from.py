@@ -7,6 +7,7 @@ the file that it writes its weights to.
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shlex
 import signal
@@ -24,6 +25,7 @@ from tests.ports import free_port
 
 PAGES = DOCS / "coming_from"
 PROGRAMS = PAGES / "programs"
+AFTER = "after.py"  # what the programs before become, but for two that have a program after of their own
 NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "index")
 
 # With these words torch ends a process now and then while threads of gloo are still there, as in programs of others.
@@ -39,6 +41,12 @@ def commands_of(name: str) -> list[str]:
     return [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
 
 
+def files_of(name: str) -> list[Path]:
+    """Return the programs that a page shows."""
+    shown = re.findall(r"literalinclude} programs/(\w+\.py)", (PAGES / f"{name}.md").read_text())
+    return [PROGRAMS / file for file in shown]
+
+
 def trained_by(
     name: str, commands: list[str], folder: Path, environment: dict[str, str] | None = None, seconds: float = 200
 ) -> dict[str, State]:
@@ -51,7 +59,7 @@ def trained_by(
         environment: variables beside those that are set here.
         seconds: the limit of each command.
     """
-    for path in PROGRAMS.glob(f"{name}_*.py"):
+    for path in files_of(name):
         # The port of the programs that name one belongs to somebody else when tests run beside each other.
         (folder / path.name).write_text(path.read_text().replace("12355", str(free_port())))
     here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DISTWRAP_QUIET": "1", **(environment or {})}
@@ -108,7 +116,7 @@ def one_process(shuffle: bool) -> State:
     Args:
         shuffle: in the order of torch's `DistributedSampler`, or in that of the dataset.
     """
-    program = runpy.run_path(str(PROGRAMS / "ddp_after.py"))
+    program = runpy.run_path(str(PROGRAMS / AFTER))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = program["make_model"]()
@@ -152,7 +160,8 @@ def assert_page_holds(
         seconds: the limit of each command.
     """
     found = trained_by(name, commands or commands_of(name), folder, environment, seconds)
-    assert_same(found, one_process("shuffle=True" in (PROGRAMS / f"{name}_after.py").read_text()), 1e-6)
+    in_order = any("in_order.py" in command for command in commands_of(name))
+    assert_same(found, one_process(shuffle=not in_order), 1e-6)
     if "before.pt" in found:
         assert_same(found, found["before.pt"], 0 if same_bits(name) else 1e-6)
 

@@ -1,4 +1,4 @@
-"""Each block of code in the documentation runs, or says why it does not."""
+"""The code of each page of the documentation runs; `make check` sees that no block is left out without a reason."""
 
 from __future__ import annotations
 
@@ -6,24 +6,52 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, faults_of, has_code, run_page
+from tests.docs.due import cases, due
+from tests.docs.pages import DOCS, ROOT, has_code, run_page
+from tests.nightly import changed_since_green
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 WITH_CODE = [name for name, text in PAGES.items() if has_code(text)]
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_each_block_runs_or_says_why_not(name: str) -> None:
-    """A page has no code that nobody runs, but for blocks with a reason."""
-    elsewhere = ["console"] if name.startswith("docs/coming_from/") else []  # by test_coming_from.py
-    assert list(faults_of(PAGES[name], *elsewhere)) == []
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Let the pages that are due run in `make test-all`, and all of them in `make nightly`."""
+    if "page" in metafunc.fixturenames:
+        texts = {"README.md": (ROOT / "README.md").read_text(), **{name: PAGES[name] for name in WITH_CODE}}
+        due_now = due(texts, changed_since_green("pages"))
+        metafunc.parametrize("page", cases(metafunc.config, "pages", WITH_CODE, due_now))
 
 
-@pytest.mark.slow("runs the programs of every page")
-@pytest.mark.parametrize("name", WITH_CODE)
-def test_the_page_runs(name: str, tmp_path: Path) -> None:
+def test_the_page_runs(page: str, tmp_path: Path) -> None:
     """The programs and commands of a page end well, and print what it shows."""
-    run_page(PAGES[name], tmp_path)
+    run_page(PAGES[page], tmp_path)
+
+
+THREE = {
+    "docs/start.md": "```python\nfrom distwrap import wrap_model\n```\n",
+    "docs/a.md": '```python\nfrom distwrap import distributed, gather\ndistributed(strategy="fsdp")\n```\n',
+    "docs/b.md": "```{literalinclude} programs/b.py\n```\n```python\nimport distwrap\ndistwrap.gather\n```\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "pages"),
+    [
+        (None, ["start", "a", "b"]),
+        ([], ["start"]),
+        (["docs/b.md"], ["start", "b"]),
+        (["docs/programs/b.py"], ["start", "b"]),
+        (["distwrap/group/world.py"], ["start", "a"]),
+        (["distwrap/group/world.py", "docs/b.md"], ["start", "b"]),
+        (["distwrap/strategies/fsdp.py"], ["start", "a"]),
+        (["distwrap/data/sharded.py", "setup.cfg"], ["start"]),
+    ],
+    ids=lambda words: " ".join(words or ["unknown"]),
+)
+def test_a_page_is_due_where_it_uses_what_has_changed(changed: list[str] | None, pages: list[str]) -> None:
+    """Its text, a file that it shows, or a room of which no other page that is due uses the same name."""
+    known = None if changed is None else set(changed)
+    assert due(THREE, known) == {f"docs/{name}.md" for name in pages}
 
 
 PAGE = """\
@@ -73,18 +101,3 @@ def test_a_page_that_is_wrong_fails(old: str, new: str, tmp_path: Path) -> None:
     """Something else printed, a program that fails and a command that fails are all seen."""
     with pytest.raises(AssertionError):
         run_page(PAGE.replace(old, new), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("```yaml\na: 1\n```\n", "a block of yaml is a file"),
-        ("```console\n$ ls\n```\n", "a block of console is a file, or is not run for a reason"),
-        ("<!-- not run -->\n```python\n1\n```\n", "says nothing after its colon"),
-        ("<!-- printed -->\n```python\n1\n```\n", "is a block of text"),
-    ],
-)
-def test_code_that_nobody_runs_is_seen(text: str, fault: str) -> None:
-    """A block in another language needs a mark, and a mark its reason."""
-    (found,) = faults_of(text)
-    assert fault in found

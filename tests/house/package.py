@@ -1,4 +1,4 @@
-"""The package as text: its modules, their syntax trees, and the script that reads imports."""
+"""The package as text: the syntax trees of its files; and the scripts of the docs folder."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ def script(name: str) -> ModuleType:
 def trees(package: Path = PACKAGE) -> dict[Path, ast.Module]:
     """Return the syntax tree of every file of the package."""
     return {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+
+
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a syntax tree, which is walked once for all rules."""
+    return list(ast.walk(tree))

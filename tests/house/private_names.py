@@ -1,23 +1,35 @@
-"""Find the private names of other packages in the code, and those that _internals says it relies on."""
+"""Private names of other packages are in _internals alone, where each function says what it relies on."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
-from types import ModuleType
 from typing import NamedTuple
 
-from distwrap import _internals
+from tests.house.package import PACKAGE, nodes, trees
 
 # Names with an underscore that their owners document.
 DOCUMENTED = {"_exit", "_fields", "_asdict", "_make", "_replace"}
 DOCUMENTED |= {"_self_parent", "_self_instance"}  # wrapt: what begins with _self_ belongs to who derives from a proxy
 ASKED_BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
+# Functions and classes of _internals that need no private name.
+OF_PUBLIC_NAMES = {"set_metadata", "worker_info_shown", "IteratorHook", "shard_of"}
+
+# Each is an offence.
+PLANTED = (
+    "import torch._dynamo",
+    "from torch.utils._pytree import tree_map",
+    "from torch.nn.modules.batchnorm import _NormBase",
+    "import sys; sys._current_frames()",
+    "def f(model): return model.reducer._rebuild_buckets()",
+    "def f(scaler): return getattr(scaler, '_found_inf_per_device')",
+    "class Mine:\n    def f(self): return self._pre_forward()",
+    "class Mine:\n    _config = 3\ndef f(process): return process._config",
+)
+# A private name that the package defines itself is none.
+PLAIN = "import os\nclass Mine:\n    def __init__(self): self._own = 3\ndef f(mine): return mine._own or os._exit(1)"
 
 
 class ReliedOn(NamedTuple):
@@ -59,16 +71,33 @@ class ReliedOn(NamedTuple):
         return "(" not in self.expression
 
 
-def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
+def problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Yield each private name outside of _internals, and what _internals does not say of one."""
+    yield from offences({path: tree for path, tree in trees.items() if "_internals" not in path.parts})
+    for path, tree in trees.items():
+        if "_internals" in path.parts and path.stem != "__init__":
+            relied = list(relied_on(path, tree))
+            for name in _functions(tree).keys() - {each.function for each in relied} - OF_PUBLIC_NAMES:
+                yield f"{path.name}: {name} does not say which private names it relies on"
+            for each in relied:
+                if not each.without:
+                    yield f"{path.name}: {each.function} does not say what happens without {each.name}"
+            if not re.search(r"(were|was) seen in version", ast.get_docstring(tree) or ""):
+                yield f"{path.name} does not say in which versions its names were seen"
+    for code in PLANTED:
+        if not list(offences({Path("planted.py"): ast.parse(code)})):
+            yield f"This private name would not be seen: {code}"
+    yield from offences({Path("plain.py"): ast.parse(PLAIN)})
+
+
+def relied_on(path: Path, tree: ast.Module) -> Iterator[ReliedOn]:
     """Yield the names that the docstrings of a module of _internals list."""
-    for name, function in vars(module).items():
-        if not callable(function) or getattr(function, "__module__", "") != module.__name__ or name.startswith("_"):
-            continue
-        text = " ".join((inspect.getdoc(function) or "").split())
+    for name, function in _functions(tree).items():
+        text = " ".join((ast.get_docstring(function) or "").split())
         without = re.search(r"Without it: (.+?\.)(?: Args:| Returns:| Raises:| Example:|$)", text)
         names = text.partition("Relies on ")[2].partition(" Without it:")[0]
-        for path, limits in re.findall(r"``([^`]+)``(?: \(((?:since|before) torch [^)]+)\))?", names):
-            where, _, expression = path.partition(":")
+        for place, limits in re.findall(r"``([^`]+)``(?: \(((?:since|before) torch [^)]+)\))?", names):
+            where, _, expression = place.partition(":")
             bounds = {
                 bound: tuple(map(int, release.split(".")))
                 for bound, release in re.findall(r"(since|before) torch (\d+\.\d+)", limits)
@@ -76,8 +105,13 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
             yield ReliedOn(where, expression, name, without[1] if without else "", **bounds)
 
 
-MODULES = [import_module(f"{_internals.__name__}.{each.name}") for each in iter_modules(_internals.__path__)]
-TABLE = [each for module in MODULES for each in relied_on(module)]
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """Return the public functions and classes of a module."""
+    found = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    return {node.name: node for node in found if not node.name.startswith("_")}
+
+
+TABLE = [each for path, tree in trees(PACKAGE / "_internals").items() for each in relied_on(path, tree)]
 
 
 def is_private(name: str) -> bool:
@@ -90,7 +124,7 @@ def offences(trees: dict[Path, ast.Module]) -> Iterator[str]:
     own = {name for tree in trees.values() for name in _defined(tree)}
     theirs = {each.name for each in TABLE}
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             for name in _used(node):
                 of_oneself = isinstance(node, ast.Attribute) and _is_self(node.value)
                 if name not in own or (name in theirs and not of_oneself):
@@ -99,7 +133,7 @@ def offences(trees: dict[Path, ast.Module]) -> Iterator[str]:
 
 def _defined(tree: ast.Module) -> Iterator[str]:
     """Yield the names of functions, classes and variables, and the attributes that are set on self."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -1,19 +1,19 @@
 """Another package adds a strategy, launcher, precision, algorithm, detector or kind of device by one file.
 
-Each file has one entry point, and is installed into a folder as pip would do it, for a program in a fresh interpreter.
+Each file has one entry point, and is installed into a folder as pip would do it, for a program that finds it there.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import run_command
 from tests.house.package import ROOT
+from tests.interpreters import run_python
 from tests.ports import free_port
 
 PLUGINS = Path(__file__).parent / "plugins"
@@ -87,31 +87,13 @@ def install(folder: Path, file: str, entry_point: str) -> None:
     (info / "entry_points.txt").write_text(f"[{group}]\n{point}\n")
 
 
-def start(folder: Path, program: str, **env: str) -> subprocess.Popen[str]:
-    """Start a program that finds what is installed in a folder."""
+def output(folder: Path, program: str, **env: str) -> str:
+    """Return what a program prints last that finds what is installed in a folder; fail with its errors."""
     (folder / "program.py").write_text(program)
-    return subprocess.Popen(
-        [sys.executable, str(folder / "program.py")],
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def output(*programs: subprocess.Popen[str]) -> list[str]:
-    """Return what each program printed last; fail with its errors where it fails."""
-    lines = []
-    try:
-        for program in programs:
-            out, err = program.communicate(timeout=100)
-            assert program.returncode == 0, err
-            lines.append(out.splitlines()[-1])
-    finally:
-        for program in programs:
-            program.kill()
-    return lines
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **env}
+    done = run_python(folder / "program.py", cwd=folder, env=env, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -141,23 +123,17 @@ def output(*programs: subprocess.Popen[str]) -> list[str]:
 def test_an_option_of_a_package(file: str, entry_point: str, option: str, rank_result: object, tmp_path: Path) -> None:
     """A name that a package brings is a value of the option, in the caller and in the ranks."""
     install(tmp_path, file, entry_point)
-    assert output(start(tmp_path, RUN.format(option=option))) == [str([rank_result, rank_result])]
+    assert output(tmp_path, RUN.format(option=option)) == str([rank_result, rank_result])
 
 
 @pytest.mark.slow("installs a package")
 def test_a_strategy_of_a_package_that_is_not_ddp(tmp_path: Path) -> None:
     """It divides the optimizer's state, trains as one process does, and goes on from a checkpoint in any number."""
     install(tmp_path, "owners", "distwrap.strategies owners = their_owners:Owners")
-    assert output(start(tmp_path, RESUMED)) == ["as in one process"]
+    assert output(tmp_path, RESUMED) == "as in one process"
 
 
-def test_the_page_shows_that_strategy() -> None:
-    """docs/guides/extending.md has the strategy that is tested here, word by word."""
-    code = (PLUGINS / "owners.py").read_text()
-    page = (ROOT / "docs" / "guides" / "extending.md").read_text()
-    assert code[code.index("class Copy") :] in page
-
-
+@pytest.mark.slow("its ranks are interpreters of their own")
 def test_a_launcher_of_a_package(tmp_path: Path) -> None:
     """A name that a package brings is a launcher, and its ranks run as it starts them."""
     install(tmp_path, "launcher", "distwrap.launchers nice = their_launcher:NiceLauncher")
@@ -166,7 +142,7 @@ def test_a_launcher_of_a_package(tmp_path: Path) -> None:
         "@distributed(nprocs=2, launcher='nice')\ndef main():\n    return gather_object(os.nice(0))\n\n"
         "if __name__ == '__main__':\n    here = os.nice(0)\n    print([value - here for value in main()])\n"
     )
-    assert output(start(tmp_path, program)) == ["[3, 3]"]
+    assert output(tmp_path, program) == "[3, 3]"
 
 
 @pytest.mark.slow("installs a package")
@@ -177,9 +153,11 @@ def test_a_detector_of_a_package(tmp_path: Path) -> None:
         "from distwrap import gather_object, rank, setup_process_group, teardown_process_group\n"
         "setup_process_group()\nprint(gather_object(rank()))\nteardown_process_group()\n"
     )
-    table = f"127.0.0.1:{free_port()}"
-    ranks = [start(tmp_path, program, SEAT=str(seat), SEATS="2", TABLE=table) for seat in (0, 1)]
-    assert output(*ranks) == ["[0, 1]", "[0, 1]"]
+    seats = {"SEATS": "2", "TABLE": f"127.0.0.1:{free_port()}"}
+    (tmp_path / "program.py").write_text(program)
+    both = "SEAT=0 python program.py & SEAT=1 python program.py; wait $!"
+    printed = run_command(["sh", "-euc", both], tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", **seats)
+    assert printed.splitlines() == ["[0, 1]", "[0, 1]"]
 
 
 @pytest.mark.slow("installs a package")
@@ -190,4 +168,4 @@ def test_a_kind_of_device_of_a_package(tmp_path: Path) -> None:
         "import torch\nfrom distwrap.devices.kinds import kind_of\nkind = kind_of(torch.device('meta'))\n"
         "print(kind.count(), kind.unique_name(torch.device('meta', 1)), kind.backend())\n"
     )
-    assert output(start(tmp_path, program)) == ["2 meta 1 gloo"]
+    assert output(tmp_path, program) == "2 meta 1 gloo"
