@@ -1,8 +1,8 @@
 """What `make test-exhaustive` runs and `make test-all` does not, each with the test that shows the same there.
 
 A case is left out of `make test-all` where it costs seconds and another one runs the same lines of distwrap: on more
-ranks than there are cores, under a launcher that comes again in other tests, or with another seed. Three files choose
-by themselves: `strategies/test_conformance.py`, `accelerator/test_equality.py` and `faults/test_matrix.py`. A case is
+ranks than there are cores, under a launcher that comes again in other tests, or with another seed. Two files choose
+by themselves: `accelerator/test_equality.py` and `faults/test_matrix.py`. A case is
 only for this table if a test can be named beside it.
 """
 
@@ -56,14 +56,9 @@ EXHAUSTIVE = {
     "launch/test_supervisor.py::test_a_killed_rank_is_named[11-spawn]": "[9-spawn]",
     "launch/test_script_again.py::test_hydra[false]": "[true]",
     "launch/test_script_again.py::test_argparse_and_another_folder[['./moves.py']]": "[['moves.py']]",
-    "data/test_lockstep.py::test_preemption_under[torchrun-15]": "[torchrun-12]",
-    "data/test_device_prefetch.py::test_copied_ahead_is_the_same[1 devices-False]": "[1 devices-True]",
     "devices/test_of_device.py::test_ascend_trains_by_its_package": "test_torch_xlas_own_launch",
     "engines/test_untouched.py::test_no_engine_is_imported_unless_it_is_chosen[spawn]": "[fork]",
     "test_debugging.py::test_one_rank_has_the_terminal[forkserver-8]": "[fork-2] and [script-8]",
-    "test_equality.py::test_torchrun[4]": "[2]",
-    "test_equality.py::test_script[4]": "[2]",
-    "test_equality.py::test_processes_of_ours[spawn-4]": "[spawn-2]",
     "timing/test_live.py::test_launchers[spawn]": "[elastic]",
     "timing/test_report.py::test_the_report_of_a_run[launcher='spawn']": "[launcher='fork']",
     "timing/test_report.py::test_the_report_of_a_run[launcher='script']": "[torchrun]",
@@ -93,37 +88,9 @@ EXHAUSTIVE = {
     "engines/transformers/test_transformers.py::test_each_trains_once[ways0-spawn]": "[ways0-forkserver]",
     "engines/transformers/test_transformers.py::test_each_trains_once[ways1-spawn]": "[ways1-forkserver]",
     "engines/transformers/test_transformers.py::test_each_trains_once[ways2-spawn]": "[ways2-forkserver]",
-    # By each strategy, on more ranks and with more options.
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[ddp on": "[ddp]",
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[ddp2]": "[ddp], its code here",
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[zero1": "[zero2]",
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[fsdp on": "[fsdp]",
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[hsdp]": "[fsdp] and [fsdp+tp]",
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[cp]": "[fsdp+tp], its code here",
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[pipeline on": "[pipeline]",
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[by hand, two": "[by hand]",
-    "strategies/test_equality_of_strategies.py::test_it_trains_as_one_process_does[tp]": "[fsdp+tp]",
-    "strategies/test_tensor_parallel.py::test_numbers_are_those_of_one_process[strategy3-4]": "[strategy2-4]",
-    "strategies/test_tensor_parallel.py::test_numbers_are_those_of_one_process[strategy1-2]": "[strategy2-4]",
-    "strategies/test_tensor_parallel.py::test_numbers_are_those_of_one_process[tp-3]": "[tp-2]",
-    "strategies/test_tensor_parallel.py::test_states_masks_and_vocabularies[strategy1-4]": "[tp-2]",
-    "strategies/test_context_parallel.py::test_numbers_are_those_of_one_process[strategy1-4]": "[cp-4]",
-    "strategies/test_context_parallel.py::test_numbers_are_those_of_one_process[cp-2]": "[cp-4]",
-    "strategies/test_fsdp.py::test_numbers_are_those_of_one_process[fsdp-3]": "[fsdp-2]",
-    "strategies/test_fsdp.py::test_numbers_are_those_of_one_process[strategy2-4]": "test_it_conforms[hsdp, the heart]",
-    "strategies/test_dropout_of_pieces.py::test_masks_are_apart_where_ranks_have_pieces[cp]": "[tp] and [by sequence]",
-    "strategies/test_divided_changes.py::test_changes_of_parts_are_those_of_one_process[strategy3-4]": "[strategy4-4]",
     "timing/test_everywhere.py::test_a_slow_rank_under_every_strategy[FSDPStrategy(tensor_parallel=2": "[tp and [fsdp",
     "timing/test_everywhere.py::test_a_slow_rank_under_every_strategy[FSDPStrategy(tensor_parallel=None": "[fsdp",
     "timing/test_everywhere.py::test_a_slow_rank_under_every_strategy[cp": "[tp",
-    "strategies/test_conformance.py::test_it_conforms[ddp on one rank, the heart]": "every cell, whose suite has one",
-    "strategies/test_conformance.py::test_it_conforms[auto in little memory, the heart]": "[fsdp, the heart]",
-    "strategies/test_conformance.py::test_it_conforms[pipeline on three ranks, the heart]": "[pipeline, the heart]",
-    "strategies/test_conformance.py::test_it_conforms[fsdp on three ranks, the heart]": "[fsdp, the heart]",
-    "strategies/test_conformance.py::test_it_conforms[zero1 on three ranks, the heart]": "[zero1, the heart]",
-    "comm/test_gradient_algorithms.py::test_like_the_reference_and_alike_on_all_ranks[3": "[4",
-    "comm/test_gradient_algorithms.py::test_like_the_reference_and_alike_on_all_ranks[5": "[4",
-    "comm/test_weight_algorithms.py::test_like_the_reference[5]": "[4]",
     # On pretended devices, what the CPU shows too.
     "accelerator/test_equality.py::test_exact_ways_are_one_process[None-4]": "[None-2]",
     "accelerator/test_equality.py::test_it_conforms[fsdp+tp, the heart]": "[fsdp, the heart] and [tp, the heart]",
@@ -136,24 +103,11 @@ EXHAUSTIVE = {
     "accelerator/test_world.py::test_the_doctors_devices[4 devices]": "[1 devices]",
     "accelerator/test_attacked.py::test_asynchronous_averages_beside_collectives_of_the_loop[2 devices-F": "[…-True]",
     "notebooks/test_jupyter.py::test_after_a_device_was_used": "accelerator/test_world.py::test_a_fork_after_use",
-    "comm/test_on_accelerator.py::test_every_algorithm_over_the_devices_backend[4 devices]": "[2 devices]",
     # Long trainings, large sizes and other seeds.
-    "comm/test_training.py::test_digits[1]": "[0]",
-    "comm/test_training.py::test_digits[2]": "[0]",
-    "comm/test_training.py::test_language_model": "test_digits",
     "checkpoint/test_between_runs.py::test_each_runs": "checkpoint/test_between_strategies.py, and test_resumed_run.py",
     "guarded/test_scale.py::test_128_ranks": "faults/test_scale.py::test_64_ranks",
     "guarded/test_scale.py::test_a_result_of_two_gigabytes": "launch/test_transport.py, with hundreds of megabytes",
     "guarded/test_soak.py::test_a_long_training_takes_no_more_and_more": "faults/test_scale.py::test_launches_in_a_row",
-    "data/test_permutation.py::test_neighbours_are_independent[50]": "smaller sizes",
-    "data/test_permutation.py::test_every_number_is_as_likely_everywhere[50]": "[10]",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[0-3]": "[0-2]",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[2-3]": "[2-2]",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[4": "[0-2] to [3-2], by other programs",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[5": "[0-2] to [3-2], by other programs",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[6": "[0-2] to [3-2], by other programs",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[7": "[0-2] to [3-2], by other programs",
-    "programs/test_programs.py::test_programs_that_nobody_has_seen": "test_programs_give_the_numbers_of_one_process",
     "convert/test_peers.py::test_nothing_is_done_or_found_twice[imagenet]": "the smaller programs",
     "docs/test_docs.py::test_helpers_alone_fit_a_line[torchrun]": "test_readme_programs_run[torchrun]",
     "docs/test_docs.py::test_language_model_learns_the_same": "strategies/test_equality_of_strategies.py",

@@ -18,7 +18,7 @@ import distwrap as dw
 from distwrap.errors import ModelError, OptionError
 from tests import retrofitted
 from tests.forked_commands import forked_commands
-from tests.slow import INTERPRETERS, slow
+from tests.slow import INTERPRETERS
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,7 +39,7 @@ def over_two_ranks(fn: Any, launcher: str = "forkserver") -> Any:
     return dw.distributed(nprocs=2, launcher=launcher, retrofit=True, timeout=30)(fn)
 
 
-@pytest.mark.parametrize(("launcher", "calls"), [("fork", 2), ("forkserver", 2), slow("spawn", 1, why=INTERPRETERS)])
+@pytest.mark.parametrize(("launcher", "calls"), [("fork", 2), ("forkserver", 2)])
 def test_the_callers_objects_are_trained(launcher: str, calls: int) -> None:
     """After a call over two ranks, and another, model, optimizer and scheduler are where one process would be."""
     result = retrofitted.run(launcher, nprocs=2, calls=calls)
@@ -319,9 +319,7 @@ def test_an_exception_leaves_the_callers_objects_alone() -> None:
     assert model.weight.item() == before
 
 
-@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_shuffles_go_on_from_call_to_call(launcher: str) -> None:
+def test_shuffles_go_on_from_call_to_call() -> None:
     """A second call with the same loader shuffles anew, as the next epochs of one call would."""
 
     def orders(loader: DataLoader[Any], epochs: int) -> list[list[int]]:
@@ -330,7 +328,7 @@ def test_shuffles_go_on_from_call_to_call(launcher: str) -> None:
     def loader() -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.arange(20)), batch_size=5, shuffle=True)
 
-    run = dw.distributed(nprocs=2, launcher=launcher, retrofit=True)(orders)
+    run = over_two_ranks(orders)
     mine = loader()
     assert run(mine, 1) + run(mine, 2) == run(loader(), 3)
 

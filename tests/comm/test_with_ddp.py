@@ -44,7 +44,7 @@ from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 from distwrap.versions import ENDS_GROUPS_LOCKED
 from tests.limits import SOON
-from tests.slow import MORE_RANKS, slow
+from tests.slow import nightly
 
 GRADIENT = [
     "allreduce",
@@ -123,7 +123,7 @@ def _plainly(comms: list[Any], steps: int = 6, **options: Any) -> dict[Any, list
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("ranks", [2, slow(3, why=MORE_RANKS)])
+@pytest.mark.parametrize("ranks", [2, nightly(3, row="products", why="two ranks show it")])
 def test_allreduce_is_plain_ddp_to_the_bit(ranks: int, options: dict[str, Any]) -> None:
     for found in run_ranks(_with_options, ranks, options):
         assert found["allreduce"] == found[None]
@@ -133,7 +133,7 @@ def _with_options(options: dict[str, Any]) -> dict[Any, list[float]]:
     return _plainly([None, "allreduce"], **options)
 
 
-@pytest.mark.parametrize("ranks", [2, slow(4, why=MORE_RANKS)])
+@pytest.mark.parametrize("ranks", [2, nightly(4, row="products", why="two ranks show it")])
 @pytest.mark.slow("runs all algorithms in turns")
 def test_many_buckets_end_alike_on_all_ranks(ranks: int) -> None:
     everyone = run_ranks(_plainly, ranks, [*GRADIENT, *WEIGHT], timeout=60)

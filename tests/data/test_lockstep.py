@@ -275,7 +275,6 @@ if __name__ == "__main__":
         slow("forkserver", signal.SIGUSR2, why=INTERPRETERS),
         slow("script", signal.SIGTERM, why=INTERPRETERS),
         slow("torchrun", signal.SIGUSR2, why=INTERPRETERS),
-        slow("torchrun", signal.SIGTERM, why=INTERPRETERS),
     ],
 )
 @pytest.mark.slow("starts interpreters, each of which imports torch")

@@ -56,7 +56,7 @@ def of_its_tier(row: Row) -> Any:
 
 
 @pytest.mark.timeout(300)  # a guard: the first row of a launch waits for all of them
-@pytest.mark.parametrize("row", map(of_its_tier, ROWS), ids=str)
+@pytest.mark.parametrize("row", list(map(of_its_tier, ROWS)), ids=str)
 def test_weights_are_those_of_one_process(row: Row) -> None:
     """After two epochs."""
     found, failure = trained(row.launch, row.is_fast)
@@ -96,5 +96,5 @@ def test_few_rows_cover_all_pairs() -> None:
     assert max(sizes) <= len(ROWS) <= 1.2 * sizes[0] * sizes[1]
     assert covering_rows(DIMENSIONS, FORBIDDEN) == list(ROWS)
     assert covering_rows({"a": "01", "b": "xy"}, {frozenset("0x")}) == [("0", "y"), ("1", "x"), ("1", "y")]
-    with pytest.raises(ValueError, match="0.*z"):
+    with pytest.raises(ValueError, match="no row has both"):
         covering_rows({"a": "01", "b": "xy", "c": "z"}, {frozenset("0x"), frozenset("0y")})

@@ -19,6 +19,7 @@ from distwrap.group.world import current_world
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies.fsdp.units import units_of
 from tests.limits import SOON
+from tests.slow import nightly
 
 ROWS = 24
 
@@ -145,7 +146,14 @@ def _many_ways() -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("fsdp", 3), (FSDPStrategy(shard=2), 4)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("fsdp", 2),
+        nightly("fsdp", 3, row="products", why="two ranks show it"),
+        nightly(FSDPStrategy(shard=2), 4, row="products", why="test_conformance.py, by hsdp's heart"),
+    ],
+)
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_numbers_are_those_of_one_process(strategy: Any, ranks: int) -> None:
     """Units of any choice, activations computed again, methods that train: the weights are those of one process."""

@@ -19,7 +19,7 @@ from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.strategies.pipeline.absent import Absent, is_here
 from distwrap.strategies.pipeline.blocks import find_chain
 from distwrap.testing import run_ranks
-from tests.slow import slow
+from tests.slow import nightly
 
 WORDS, LENGTH, WIDTH, BATCH = 11, 5, 8, 12
 
@@ -174,9 +174,9 @@ def in_one_process() -> dict[str, Any]:
     ("nprocs", "options"),
     [
         (2, {}),
-        slow(3, {"schedule": "gpipe"}, why="three ranks"),
-        slow(2, {"schedule": "interleaved"}, why="the same on two stages a rank"),
-        slow(4, {"stages": 2, "split": ["blocks.2"]}, why="four ranks"),
+        nightly(3, {"schedule": "gpipe"}, row="products", why="two stages show it"),
+        (2, {"schedule": "interleaved"}),
+        nightly(4, {"stages": 2, "split": ["blocks.2"]}, row="products", why="two stages show it"),
     ],
     ids=lambda value: str(value),
 )

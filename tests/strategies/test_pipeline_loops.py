@@ -17,7 +17,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.testing import run_ranks
-from tests.slow import slow
+from tests.slow import nightly
 from tests.strategies.test_pipeline import (
     GPT,
     LENGTH,
@@ -281,8 +281,8 @@ def everything(*names: str) -> dict[str, Found]:
     ("nprocs", "names"),
     [
         (2, ["loose", "thawing", "counted", "moody"]),
-        slow(2, ["frozen", "norms", "recomputed inside", "recomputed", "autocast"], why="five loops more"),
-        slow(4, ["left out", "thawing"], why="four ranks"),
+        (2, ["frozen", "norms", "recomputed inside", "recomputed", "autocast"]),
+        nightly(4, ["left out", "thawing"], row="products", why="one pipeline shows it"),
     ],
     ids=["one pipeline", "more of it", "two pipelines"],
 )
