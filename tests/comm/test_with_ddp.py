@@ -44,7 +44,7 @@ from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 from distwrap.versions import ENDS_GROUPS_LOCKED
 from tests.limits import SOON
-from tests.slow import nightly
+from tests.slow import few, nightly
 
 GRADIENT = [
     "allreduce",
@@ -122,7 +122,7 @@ def _plainly(comms: list[Any], steps: int = 6, **options: Any) -> dict[Any, list
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("options", few([{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], 1), ids=str)
 @pytest.mark.parametrize("ranks", [2, nightly(3, row="products", why="two ranks show it")])
 def test_allreduce_is_plain_ddp_to_the_bit(ranks: int, options: dict[str, Any]) -> None:
     for found in run_ranks(_with_options, ranks, options):

@@ -96,6 +96,7 @@ def test_a_learning_rate_of_each_ranks_own() -> None:
         run_ranks(on_rank, 2)
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_learning_rates_that_move_alike() -> None:
     """Per step, by hand, and by groups of parameters: nobody is refused, also where a rank is ahead."""
 
@@ -193,6 +194,7 @@ def test_one_rank_stops_after_one_step() -> None:
         run_ranks(on_rank, 2, timeout=100)
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_one_rank_leaves_out_a_backward_before_no_sync() -> None:
     """Its next backward, in `no_sync`, is then the average for which the others wait: it counts as one."""
 
@@ -236,6 +238,7 @@ def test_ranks_in_different_calls() -> None:
     assert "All ranks must make the same calls in the same order" in words
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_one_rank_stops_early_in_a_collective_like_the_others() -> None:
     """gloo ends a process that all-reduces other numbers than the others; the error says so."""
 
@@ -255,6 +258,7 @@ def test_all_ranks_stop_early() -> None:
     assert run_ranks(on_rank, 2) == [[0.1]] * 2
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_ranks_that_torch_joins() -> None:
     """Under torch's ``Join`` ranks may take other numbers of steps, and meet afterwards."""
 

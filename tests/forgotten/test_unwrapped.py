@@ -51,6 +51,7 @@ def test_a_forgotten_wrap_model(shares: bool) -> None:
         assert words.endswith("say model = local_model(model).")
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_after_other_collectives() -> None:
     """Where gradients may have been averaged by hand, the ranks compare them."""
     for words in run_ranks(forgotten, 2, True, dw.barrier):
@@ -162,6 +163,7 @@ def test_an_optimizer_with_a_closure() -> None:
     assert "this LBFGS, made at" in run_ranks(on_rank, 2)[0]
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_an_optimizer_with_a_closure_that_steps_once() -> None:
     """Where gradients may be averaged by hand in the closure, they are compared after the step."""
 
@@ -189,6 +191,7 @@ def test_an_optimizer_with_a_closure_that_steps_once() -> None:
         run_ranks(on_rank, 2, False)
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_without_the_decorator() -> None:
     """A script that joins by itself is told too, once it uses `shard_loader`."""
 
@@ -257,6 +260,7 @@ def test_a_model_of_each_ranks_own() -> None:
         assert found == [pytest.approx(expected, abs=1e-7)] * 2
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_a_part_of_each_ranks_own_in_one_optimizer() -> None:
     """What `local_model` names may differ beside a wrapped model, which the ranks still train together."""
 
@@ -274,6 +278,7 @@ def test_a_part_of_each_ranks_own_in_one_optimizer() -> None:
     assert head != other
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_in_a_function_of_one_rank() -> None:
     """What rank 0 trains for itself inside `rank_zero_only` is its own affair."""
 
@@ -297,6 +302,7 @@ def test_local_model_refuses(given: Any, words: str) -> None:
         dw.local_model(given)
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_local_model_of_a_wrapped_one() -> None:
     """What all ranks train together is nobody's own."""
 
@@ -307,6 +313,7 @@ def test_local_model_of_a_wrapped_one() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_a_local_model_is_wrapped_later() -> None:
     """What a rank has trained by itself may be wrapped, and is then trained together."""
 

@@ -16,6 +16,7 @@ from distwrap.errors import ModelError
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.in_sync import first_difference
 from distwrap.testing import run_ranks
+from tests.slow import few
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64]
 
@@ -165,7 +166,7 @@ WRONG: dict[Callable[[nn.Module], None], str] = {
 }
 
 
-@pytest.mark.parametrize("way", WRONG, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", few(WRONG, 3), ids=lambda way: way.__name__)
 def test_ranks_that_differ_are_found_soon(way: Callable[[nn.Module], None]) -> None:
     """A run whose ranks train apart ends within its first steps, with the tensor that differs."""
 

@@ -25,7 +25,7 @@ from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.testing import run_ranks
-from tests.slow import slow
+from tests.slow import few, slow
 
 STEPS = 12
 LATE = 5  # the step at which a late fault begins
@@ -356,7 +356,7 @@ WRONG: dict[Callable[[], None], tuple[type[ModelError], str]] = {
 }
 
 
-@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", few(WRONG, 8), ids=lambda program: program.__name__)
 def test_ranks_that_train_apart_are_found(program: Callable[[], None]) -> None:
     """The run ends with the error of what has gone wrong."""
     error, word = WRONG[program]
@@ -529,7 +529,7 @@ RIGHT: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", few(RIGHT, 4), ids=lambda program: program.__name__)
 def test_ranks_in_step_are_left_alone(program: Callable[[], None]) -> None:
     """No alarm."""
     run_ranks(program, 2)

@@ -16,6 +16,7 @@ import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
 from tests.one_process import assert_as_in_one_process
+from tests.slow import few
 from tests.strategies.wrappers import Copy
 
 KINDS = ["ddp", "local"]
@@ -102,7 +103,7 @@ def test_the_models_names_win(kind: str) -> None:
     on_each(kind, body)
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("options", few([{}, {"find_unused_parameters": True}, {"static_graph": True}], 1))
 def test_a_namesake_of_ddp_trains_as_in_one_process(options: dict[str, Any]) -> None:
     """DDP reads its own names, by the forward and by methods, also such as have the name of one of DDP's."""
 
@@ -400,7 +401,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("method", ["training_step", "fit", "whole", "loss"])
+@pytest.mark.parametrize("method", few(["training_step", "fit", "whole", "loss"], 1))
 def test_checkpointing_in_a_method_that_calls_backward(method: str, reentrant: bool) -> None:
     """What is recomputed in the backward is no forward of its own: the method trains as in one process."""
 

@@ -17,6 +17,7 @@ from distwrap import gather, rank, shard_loader, wrap_model
 from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.data.ranks import batches, interleaved, on_each_rank, standing_on
+from tests.slow import few
 
 DATA: Any = list(range(40))
 NAMES = [("rank", "world_size"), ("_rank", "_world_size"), ("shard_id", "num_shards"), ("rank", "num_replicas")]
@@ -117,7 +118,9 @@ def steps(kind: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "generator", "seed", "split", "split for validation"])
+@pytest.mark.parametrize(
+    "kind", few(["sampler", "batch sampler", "generator", "seed", "split", "split for validation"], 2)
+)
 def test_ranks_whose_orders_differ_are_told(kind: str) -> None:
     """Shares of different orders, or of different splits, overlap: an error names loader, ranks and the remedy."""
     with pytest.raises(LoaderError, match=r"sharded at test_samplers\.py:\d+, rank \d and rank \d go through the data"):

@@ -17,6 +17,7 @@ from distwrap.errors import LoaderError, ModelError
 from distwrap.group.world import deactivate
 from distwrap.testing import run_ranks
 from tests.data.streams import Resumable
+from tests.slow import few
 
 N = 24
 
@@ -75,7 +76,7 @@ def until_the_end(kind: str, end: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["alone", "around", "inside"])
-@pytest.mark.parametrize("end", ["stop", "preempted", "skip"])
+@pytest.mark.parametrize("end", few(["stop", "preempted", "skip"], 1))
 def test_what_was_not_trained_on_is_not_counted(kind: str, end: str) -> None:
     """After a stop, a signal or a skip the position is after the last batch that was stepped over."""
     for first, rest in run_ranks(until_the_end, 2, kind, end):
@@ -202,7 +203,7 @@ def left(kind: str) -> list[float]:
     return numbers(model)
 
 
-@pytest.mark.parametrize("kind", ["held", "around", "inside"])
+@pytest.mark.parametrize("kind", few(["held", "around", "inside"], 1))
 def test_a_loop_that_is_left_exchanges_again(kind: str) -> None:
     """After a break the ranks train together, though the loop's iterator is held."""
     one, other = run_ranks(left, 2, kind)
@@ -245,7 +246,7 @@ def test_a_bar_on_one_rank() -> None:
         assert f"seen on rank {rank}" in message
 
 
-@pytest.mark.parametrize("kind", ["alone", "around", "inside", "plain"])
+@pytest.mark.parametrize("kind", few(["alone", "around", "inside", "plain"], 2))
 def test_a_streams_own_position(kind: str) -> None:
     """A stream of which each rank takes every n-th item goes on after the last one that was trained on."""
 

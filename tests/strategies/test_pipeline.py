@@ -383,6 +383,7 @@ def refused() -> None:
             model(x)
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_what_cannot_be_divided_is_refused_by_name() -> None:
     """Models without a chain of blocks, methods that do not follow it, and steps over a part are errors by name."""
     dw.distributed(strategy="pipeline", nprocs=2, timeout=60)(refused)()

@@ -216,6 +216,7 @@ def trained(empty_at: int = -1) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_losses_with_counts_of_their_own_are_weighed() -> None:
     """Means over what counts, of which microbatches have unlike numbers, train as one process does, at any step."""
     expected = trained()
@@ -348,6 +349,7 @@ def everything() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_what_a_pipeline_cannot_do_is_refused_by_name_and_it_goes_on() -> None:
     """Outputs, arguments, errors and loops over gradients that stages cannot share end by name on all of them."""
     expected = everything()

@@ -261,6 +261,7 @@ def special() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_gradients_are_those_of_ddp_and_each_rank_keeps_its_share() -> None:
     """Several backwards before a step, unused branches, and torch's own scaler give what DDP gives on as many ranks."""
     ranks = run_ranks(special, 2, timeout=60)
