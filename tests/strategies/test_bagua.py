@@ -13,6 +13,7 @@ from distwrap.comm import AllReduce, AsyncAveraging, ByteGrad, Decentralized, Lo
 from distwrap.errors import OptionError
 from distwrap.group.world import rank
 from distwrap.strategies.bagua import BaguaStrategy, translated
+from tests.slow import few
 
 # From Bagua's tutorials and Lightning's: what was written there, and what it is here.
 KNOWN: list[tuple[str, dict[str, Any], Any]] = [

@@ -15,6 +15,7 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import ModelError
 from distwrap.strategies.separable import refuse_mixing
+from tests.slow import few
 
 
 class Plain(torch.optim.Optimizer):
