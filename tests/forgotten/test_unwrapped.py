@@ -115,7 +115,7 @@ def test_a_rank_that_comes_late() -> None:
             time.sleep(3)  # until the late one has told
             steps(net, optimizer)
 
-    with pytest.raises(ModelError, match="is about to step Net, which wrap_model"):
+    with pytest.raises(ModelError, match="about to step"):
         run_ranks(on_rank, 2, timeout=60)
 
 
@@ -185,9 +185,7 @@ def test_an_optimizer_with_a_closure_that_steps_once() -> None:
 
     one, other = run_ranks(on_rank, 2, True)
     assert one == other
-    with pytest.raises(
-        ModelError, match=r"this LBFGS, made at .* has stepped Net, which wrap_model\(\) has not wrapped"
-    ):
+    with pytest.raises(ModelError, match="has stepped Net"):
         run_ranks(on_rank, 2, False)
 
 
@@ -307,7 +305,7 @@ def test_local_model_of_a_wrapped_one() -> None:
     """What all ranks train together is nobody's own."""
 
     def on_rank() -> None:
-        with pytest.raises(ModelError, match=r"got a Net that is in a wrapper of wrap_model\(\) already"):
+        with pytest.raises(ModelError, match="in a wrapper"):
             dw.local_model(dw.wrap_model(Net()))
 
     run_ranks(on_rank, 2)

@@ -126,7 +126,7 @@ def test_moves_and_apply_reach_the_models_own_tensors(kind: str) -> None:
         if kind == "ddp":
             assert model.double() is model.to("cpu") is model.cpu() is model
             for change in (model.float, model.half, lambda: model.to("meta"), lambda: model.to(torch.bfloat16)):
-                with pytest.raises(ModelError, match=r"parameter 'gain' from torch.float64 on cpu into.*wrap_model"):
+                with pytest.raises(ModelError, match="'gain'"):
                     change()
             assert {p.dtype for p in net.parameters()} == {torch.float64}
         else:
@@ -310,7 +310,7 @@ def test_new_parameters_after_wrapping_are_refused() -> None:
 
     def body(model: nn.Module, net: Net) -> None:
         before = net.body
-        with pytest.raises(ModelError, match="'body' would add new parameters"):
+        with pytest.raises(ModelError, match="'body'"):
             model.body = nn.Linear(3, 4)
         with pytest.raises(ModelError, match="'gain'"):
             model.gain = nn.Parameter(torch.ones(4))

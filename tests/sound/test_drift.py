@@ -379,7 +379,7 @@ def noise_of_each_rank() -> None:
         attack.zero_grad()
         (-victim(batch(0) + noise).pow(2).mean()).backward()
         attack.step()
-    with pytest.raises(OptionError, match="parameters of a wrapped model"):
+    with pytest.raises(OptionError, match="wrapped model"):
         dw.wrap_optimizer(sgd(model), apart=True)
 
 

@@ -234,7 +234,7 @@ def test_outputs_are_in_float32_and_watched(kind: str, precision: str) -> None:
             assert type(output) is type(KINDS[kind](torch.ones(2, 4)))
             assert {tensor.dtype for tensor in tensors_in(output)} == {torch.float32}
             if precision == "fp16":
-                with pytest.raises(PrecisionError, match="small gradients would become zero unnoticed"):
+                with pytest.raises(PrecisionError, match="zero unnoticed"):
                     first(output).sum().backward()
 
     under(precision, body)

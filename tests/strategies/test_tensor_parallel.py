@@ -189,12 +189,12 @@ def _divides() -> None:
 def test_what_does_not_divide_is_refused() -> None:
     """Ranks that do not divide heads, layers or the run are named, before anything is trained."""
     distributed(nprocs=3, strategy="tp")(_divides)()
-    with pytest.raises(OptionError, match=r"3 ranks.* cannot be divided into groups of 2"):
+    with pytest.raises(OptionError, match="groups of 2"):
         distributed(nprocs=3, strategy=TWO_BY_TWO)(_divides)()
     for options in ({"tensor_parallel": 1}, {"plan": {}}, {"tensor_parallel": 2, "shard": 2}):
         with pytest.raises(OptionError, match="FSDPStrategy"):
             FSDPStrategy(**options)
-    with pytest.raises(OptionError, match=r"unknown style .* 'columnwise'.*Did you mean 'colwise'"):
+    with pytest.raises(OptionError, match="'colwise'"):
         FSDPStrategy(tensor_parallel=2, plan={"*": "columnwise"})
 
 
