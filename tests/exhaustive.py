@@ -110,7 +110,7 @@ EXHAUSTIVE = {
     "guarded/test_soak.py::test_a_long_training_takes_no_more_and_more": "faults/test_scale.py::test_launches_in_a_row",
     "convert/test_peers.py::test_nothing_is_done_or_found_twice[imagenet]": "the smaller programs",
     "docs/test_docs.py::test_helpers_alone_fit_a_line[torchrun]": "test_readme_programs_run[torchrun]",
-    "docs/test_docs.py::test_language_model_learns_the_same": "strategies/test_equality_of_strategies.py",
+    "docs/test_docs.py::test_language_model_learns_the_same": "equality/test_equality.py",
     "docs/test_pages.py::test_the_page_runs[docs/howto/hydra.md]": "launch/test_script_again.py::test_hydra",
     "docs/test_pages.py::test_the_page_runs[docs/howto/several_machines.md]": "[docs/tutorial/several_nodes.md]",
     "docs/test_notebooks.py::test_the_notebook_runs[slow_link]": "docs/test_pages.py[docs/howto/slow_links.md]",
