@@ -1,8 +1,8 @@
 """What `make test-exhaustive` runs and `make test-all` does not, each with the test that shows the same there.
 
 A case is left out of `make test-all` where it costs seconds and another one runs the same lines of distwrap: on more
-ranks than there are cores, under a launcher that comes again in other tests, or with another seed. Three files choose
-by themselves: `strategies/test_conformance.py`, `accelerator/test_equality.py` and `faults/test_matrix.py`. A case is
+ranks than there are cores, under a launcher that comes again in other tests, or with another seed. Two files choose
+by themselves: `accelerator/test_equality.py` and `faults/test_matrix.py`. A case is
 only for this table if a test can be named beside it.
 """
 
@@ -56,8 +56,6 @@ EXHAUSTIVE = {
     "launch/test_supervisor.py::test_a_killed_rank_is_named[11-spawn]": "[9-spawn]",
     "launch/test_script_again.py::test_hydra[false]": "[true]",
     "launch/test_script_again.py::test_argparse_and_another_folder[['./moves.py']]": "[['moves.py']]",
-    "data/test_lockstep.py::test_preemption_under[torchrun-15]": "[torchrun-12]",
-    "data/test_device_prefetch.py::test_copied_ahead_is_the_same[1 devices-False]": "[1 devices-True]",
     "devices/test_of_device.py::test_ascend_trains_by_its_package": "test_torch_xlas_own_launch",
     "engines/test_untouched.py::test_no_engine_is_imported_unless_it_is_chosen[spawn]": "[fork]",
     "test_debugging.py::test_one_rank_has_the_terminal[forkserver-8]": "[fork-2] and [script-8]",
@@ -118,7 +116,6 @@ EXHAUSTIVE = {
     "accelerator/test_world.py::test_the_doctors_devices[4 devices]": "[1 devices]",
     "accelerator/test_attacked.py::test_asynchronous_averages_beside_collectives_of_the_loop[2 devices-F": "[…-True]",
     "notebooks/test_jupyter.py::test_after_a_device_was_used": "accelerator/test_world.py::test_a_fork_after_use",
-    "comm/test_on_accelerator.py::test_every_algorithm_over_the_devices_backend[4 devices]": "[2 devices]",
     # Long trainings, large sizes and other seeds.
     "comm/test_training.py::test_digits[1]": "[0]",
     "comm/test_training.py::test_digits[2]": "[0]",
@@ -126,15 +123,6 @@ EXHAUSTIVE = {
     "guarded/test_scale.py::test_128_ranks": "faults/test_scale.py::test_64_ranks",
     "guarded/test_scale.py::test_a_result_of_two_gigabytes": "launch/test_transport.py, with hundreds of megabytes",
     "guarded/test_soak.py::test_a_long_training_takes_no_more_and_more": "faults/test_scale.py::test_launches_in_a_row",
-    "data/test_permutation.py::test_neighbours_are_independent[50]": "smaller sizes",
-    "data/test_permutation.py::test_every_number_is_as_likely_everywhere[50]": "[10]",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[0-3]": "[0-2]",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[2-3]": "[2-2]",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[4": "[0-2] to [3-2], by other programs",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[5": "[0-2] to [3-2], by other programs",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[6": "[0-2] to [3-2], by other programs",
-    "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[7": "[0-2] to [3-2], by other programs",
-    "programs/test_programs.py::test_programs_that_nobody_has_seen": "test_programs_give_the_numbers_of_one_process",
     "convert/test_peers.py::test_nothing_is_done_or_found_twice[imagenet]": "the smaller programs",
     "test_packaging.py::test_a_release_is_the_same_each_time": "`make check`, which builds one",
     "test_packaging.py::test_tests_run_from_it": "test_everything_of_the_repository_is_in_it",

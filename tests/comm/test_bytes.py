@@ -9,7 +9,7 @@ from torch import nn
 from distwrap import wrap_model, wrap_optimizer
 from distwrap.comm import traffic
 from distwrap.testing import run_ranks
-from tests.slow import MORE_RANKS, slow
+from tests.slow import nightly
 
 # Of the bytes of an all-reduce of all gradients in float32: at least, and at most.
 GRADIENTS = {
@@ -54,7 +54,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, slow(4, why=MORE_RANKS)])
+@pytest.mark.parametrize("ranks", [2, nightly(4, row="products", why="two ranks show it")])
 @pytest.mark.slow("runs all algorithms in turns")
 def test_gradients(ranks: int) -> None:
     """Each rank sends its share in each step, under every algorithm."""

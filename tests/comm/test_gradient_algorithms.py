@@ -30,9 +30,9 @@ from distwrap.comm import (
 from distwrap.comm.base import Bucket
 from distwrap.testing import run_ranks
 from tests.comm import references
-from tests.slow import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, nightly, slow
 
-RANKS = [1, 2, *(slow(ranks, why=MORE_RANKS) for ranks in (3, 4, 5))]
+RANKS = [1, 2, slow(4, why=MORE_RANKS), *(nightly(ranks, row="products", why="four ranks show it") for ranks in (3, 5))]
 STEPS = 4
 # Of one bucket each: with matrices that are worth approximating, and without; nothing at all; less than a rank each.
 SHAPES: dict[str, list[tuple[int, ...]]] = {

@@ -19,10 +19,10 @@ from distwrap.registry import algorithms
 from distwrap.testing import run_ranks
 from tests.comm import references
 from tests.comm.test_weight_algorithms import LR, Linear, Quadratic, flat, target_of
-from tests.slow import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, nightly, slow
 
 NODES = {2: [0, 0], 4: [0, 0, 1, 1], 5: [0, 0, 0, 1, 1]}
-RANKS = [2, 4, slow(5, why=MORE_RANKS)]
+RANKS = [2, slow(4, why=MORE_RANKS), nightly(5, row="products", why="four ranks show it")]
 GRADIENT = ["allreduce", "fp16", "bf16", "bytegrad", "powersgd", "topk(ratio=0.5)"]
 
 
@@ -128,7 +128,7 @@ def _descend_by(name: str) -> list[Any]:
     return history
 
 
-@pytest.mark.parametrize("ranks", [4, slow(5, why=MORE_RANKS)])
+@pytest.mark.parametrize("ranks", [4, nightly(5, row="products", why="four ranks show it")])
 @pytest.mark.slow("the same on more ranks, and by other ways")
 def test_a_node_is_one_replica(ranks: int) -> None:
     """A node descends along the mean of its ranks' gradients, and only nodes meet, under every algorithm."""
@@ -203,5 +203,5 @@ def _odd_nodes() -> None:
 
 
 def test_shift_one_counts_nodes() -> None:
-    with pytest.raises(OptionError, match="3 is an odd number of them"):
+    with pytest.raises(OptionError, match="odd number"):
         run_ranks(_odd_nodes, 3)

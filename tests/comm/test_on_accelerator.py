@@ -14,7 +14,7 @@ from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow("codecs and the engine again, on pretended devices")]
 
 
 @pytest.mark.parametrize("count", [1, 4097, 131072, 1_000_003])
@@ -61,8 +61,7 @@ def _train(comms: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.gpu(2, 4)
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
+@pytest.mark.gpu(2)
 def test_every_algorithm_over_the_devices_backend(devices: int) -> None:
     first, *others = run_ranks(_train, devices, [*GRADIENT, *WEIGHT], timeout=100)
     assert all(other == first for other in others)

@@ -26,9 +26,9 @@ from distwrap.errors import OptionError
 from distwrap.group.world import rank, world_size
 from distwrap.testing import run_ranks
 from tests.comm import references
-from tests.slow import MORE_RANKS, slow
+from tests.slow import MORE_RANKS, nightly, slow
 
-RANKS = [1, 2, *(slow(ranks, why=MORE_RANKS) for ranks in (3, 4, 5))]
+RANKS = [1, 2, slow(4, why=MORE_RANKS), *(nightly(ranks, row="products", why="four ranks show it") for ranks in (3, 5))]
 SCALES = [1e-12, 1.0, 1e12]
 STEPS, LR = 13, 0.1
 SIZES = [37, 5, 58]
@@ -158,7 +158,7 @@ def _steps_at_own_pace(interval_ms: int, steps: Sequence[int], pauses: bool) -> 
 
 
 @pytest.mark.parametrize("pauses", [False, True])
-@pytest.mark.parametrize("ranks", [2, slow(3, why=MORE_RANKS), slow(4, why=MORE_RANKS)])
+@pytest.mark.parametrize("ranks", [2, *(nightly(ranks, row="products", why="two ranks show it") for ranks in (3, 4))])
 def test_async_loses_no_progress_whatever_the_pace(ranks: int, pauses: bool) -> None:
     """A mean moves weights from rank to rank and makes none: the final mean is known, though the rounds are not."""
     steps = [20 + 13 * number for number in range(ranks)]

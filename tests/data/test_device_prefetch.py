@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distwrap import shard_loader, to_device
 from distwrap.devices.streams import SideStream
 from tests.accelerator import accelerator
+from tests.slow import nightly
 
 
 def loader_of(**options: Any) -> DataLoader[Any]:
@@ -35,7 +36,7 @@ def test_the_position_is_the_loops_on_a_device_too() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("pinned", [True, nightly(False, row="accelerator", why="pinned memory shows it")])
 @pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_copied_ahead_is_the_same(pinned: bool) -> None:
     """Batches that were copied on a stream of their own hold what the plain ones hold, also under a busy device."""

@@ -162,7 +162,7 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank() -> None:
 
     def on_rank() -> int:
         loader = dispatched(Numbers(8), collate_fn=lambda items: (lambda: items, open(os.devnull)))  # noqa: SIM115
-        with pytest.raises(Exception, match="cannot be sent to the other ranks: "):
+        with pytest.raises(Exception, match="cannot be sent"):
             list(loader)
         return dw.reduce(1, "sum")
 
@@ -276,11 +276,11 @@ def test_a_skip_is_of_turns() -> None:
 def test_what_cannot_be_dispatched_is_refused() -> None:
     """A dataset with indices needs nobody to send it; one that was divided would be read in part."""
     with standing_on(1, 2):
-        with pytest.raises(LoaderError, match="split='dispatch' is for an IterableDataset"):
+        with pytest.raises(LoaderError, match="'dispatch'"):
             shard_loader(DataLoader(range(4)), split="dispatch")  # type: ignore[arg-type]
         datasets = pytest.importorskip("datasets")
         from datasets.distributed import split_dataset_by_node
 
         stream = datasets.Dataset.from_dict({"n": list(range(8))}).to_iterable_dataset(num_shards=2)
-        with pytest.raises(LoaderError, match=r"divided by split_dataset_by_node\(\) already"):
+        with pytest.raises(LoaderError, match=r"split_dataset_by_node\(\)"):
             dispatched(split_dataset_by_node(stream, 1, 2))

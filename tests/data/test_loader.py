@@ -27,48 +27,43 @@ def loader_of(n: int, **options: Any) -> DataLoader[int]:
 
 @pytest.mark.parametrize("mode", ["pad", "drop"])
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_batches_are_those_of_a_hand_written_distributed_sampler(batch_size: int, shuffle: bool, mode: Any) -> None:
+def test_batches_are_those_of_a_hand_written_distributed_sampler(shuffle: bool, mode: Any) -> None:
     """Over two epochs the batches are bit for bit those of a loop with DistributedSampler(seed=0) and set_epoch."""
-    for n in (1, 2, 3, 7, 12, 25):
-        for world_size in (2, 3, 5):
-            for rank in range(world_size):
-                hand = by_hand(n, rank, world_size, batch_size, shuffle=shuffle, drop_last=mode == "drop")
-                with standing_on(rank, world_size):
-                    ours = shard_loader(loader_of(n, batch_size=batch_size, shuffle=shuffle), mode=mode)
-                assert len(ours) == len(hand)
-                for epoch in range(2):
-                    hand.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-                    assert batches(ours) == batches(hand)
+    for n, world_size, batch_size in ((1, 2, 1), (2, 3, 2), (7, 2, 3), (7, 3, 2), (12, 3, 2), (25, 5, 3)):
+        for rank in (0, world_size - 1):
+            hand = by_hand(n, rank, world_size, batch_size, shuffle=shuffle, drop_last=mode == "drop")
+            with standing_on(rank, world_size):
+                ours = shard_loader(loader_of(n, batch_size=batch_size, shuffle=shuffle), mode=mode)
+            assert len(ours) == len(hand)
+            for epoch in range(2):
+                hand.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+                assert batches(ours) == batches(hand)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_exact_mode_takes_each_index_once(batch_size: int, shuffle: bool) -> None:
-    """For every length and world the ranks together see each index exactly once."""
-    for n in range(1, 51):
-        for world_size in range(1, 6):
-            loader = loader_of(n, batch_size=batch_size, shuffle=shuffle)
-            taken = on_each_rank(world_size, lambda loader=loader: batches(shard_loader(loader, mode="exact")))
-            assert sorted(index for steps in taken for batch in steps for index in batch) == list(range(n))
+@pytest.mark.parametrize(("n", "world_size", "batch_size"), [(1, 2, 3), (7, 3, 2), (12, 2, 3), (13, 5, 1)])
+def test_exact_mode_takes_each_index_once(n: int, world_size: int, batch_size: int, shuffle: bool) -> None:
+    """The ranks together see each index once, of any order; test_indices.py shows it for all sizes."""
+    loader = loader_of(n, batch_size=batch_size, shuffle=shuffle)
+    taken = on_each_rank(world_size, lambda: batches(shard_loader(loader, mode="exact")))
+    assert sorted(index for steps in taken for batch in steps for index in batch) == list(range(n))
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_exact_mode_keeps_the_ranks_in_step(batch_size: int, drop_last: bool) -> None:
-    """With a sample for each rank, all ranks take the same number of batches, and it is the loader's length."""
-    for world_size in range(2, 6):
-        for n in range(world_size, 51):
-            loader = loader_of(n, batch_size=batch_size, drop_last=drop_last)
-            if drop_last and n // world_size < batch_size <= n:
-                with standing_on(0, world_size), pytest.raises(LoaderError, match="has no step"):
-                    shard_loader(loader, mode="exact")
-                continue
-            counts = on_each_rank(
-                world_size,
-                lambda loader=loader: (len(batches(sharded := shard_loader(loader, mode="exact"))), len(sharded)),
-            )
-            assert len({number for pair in counts for number in pair}) == 1
+@pytest.mark.parametrize(("n", "world_size", "batch_size"), [(2, 2, 3), (7, 3, 2), (12, 2, 3), (13, 5, 1)])
+def test_exact_mode_keeps_the_ranks_in_step(n: int, world_size: int, batch_size: int, drop_last: bool) -> None:
+    """All ranks take the same number of batches, and it is the loader's length."""
+    loader = loader_of(n, batch_size=batch_size, drop_last=drop_last)
+    counts = on_each_rank(
+        world_size, lambda: (len(batches(sharded := shard_loader(loader, mode="exact"))), len(sharded))
+    )
+    assert len({number for pair in counts for number in pair}) == 1
+
+
+def test_a_loader_of_which_no_rank_gets_a_full_batch_is_refused() -> None:
+    """With drop_last, where one process would have batches and a rank has none."""
+    with standing_on(0, 3), pytest.raises(LoaderError, match="no step"):
+        shard_loader(loader_of(4, batch_size=2, drop_last=True), mode="exact")
 
 
 def test_auto_mode_pads_what_shuffles() -> None:
@@ -163,7 +158,7 @@ def test_an_already_distributed_loader_is_left_alone() -> None:
 
 def test_a_loader_distributed_for_another_world_is_refused() -> None:
     """A DistributedSampler of another rank or world would lose data in silence, so it is refused."""
-    with standing_on(1, 4), pytest.raises(LoaderError, match=r"is for rank 1 of 2, but this is rank 1 of 4"):
+    with standing_on(1, 4), pytest.raises(LoaderError, match="rank 1 of 4"):
         shard_loader(by_hand(10, 1, 2, 2))
 
 
@@ -196,7 +191,7 @@ def test_a_share_for_another_world_is_refused() -> None:
     """A loader that was sharded for another rank is refused, as it would lose data in silence."""
     with standing_on(0, 2):
         once = shard_loader(loader_of(8))
-    with standing_on(1, 2), pytest.raises(LoaderError, match=r"for rank 0 of 2, but this is rank 1 of 2"):
+    with standing_on(1, 2), pytest.raises(LoaderError, match="rank 0 of 2"):
         shard_loader(once)
 
 
@@ -234,10 +229,10 @@ def test_global_batch_size_is_divided() -> None:
     assert taken == [[[0, 3], [6, 9]], [[1, 4], [7, 10]], [[2, 5], [8, 11]]]
 
 
-@pytest.mark.parametrize(("size", "advice"), [(7, "Make it 6 or 9."), (2, "Make it 3.")])
+@pytest.mark.parametrize(("size", "advice"), [(7, "6 or 9"), (2, "3")])
 def test_a_global_batch_size_that_does_not_divide_is_refused(size: int, advice: str) -> None:
     """A global batch size that leaves a rest is refused, with the nearest ones that do not."""
-    with standing_on(0, 3), pytest.raises(LoaderError, match=f"batch size {size} does not divide by 3 ranks. {advice}"):
+    with standing_on(0, 3), pytest.raises(LoaderError, match=advice):
         shard_loader(loader_of(12, batch_size=size), batch_size="global")
 
 
@@ -254,18 +249,14 @@ def test_an_iterable_dataset_is_fine_in_one_process() -> None:
 
 def test_what_is_no_loader_is_refused() -> None:
     """Anything but a DataLoader is refused by its type's name."""
-    with pytest.raises(LoaderError, match=r"takes a DataLoader, not a list"):
+    with pytest.raises(LoaderError, match="a list"):
         shard_loader([1, 2])  # type: ignore[type-var]
-    with pytest.raises(LoaderError, match=r"not a TensorDataset\. Put the dataset into one: shard_loader\(DataLoader"):
+    with pytest.raises(LoaderError, match="TensorDataset"):
         shard_loader(TensorDataset(torch.ones(2)))  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"mode": "exakt"}, r"unknown mode 'exakt'. Did you mean 'exact'\? Known: auto, drop, exact, pad"),
-        ({"batch_size": "per-rank"}, r"unknown batch_size 'per-rank'. Did you mean 'per_rank'\?"),
-    ],
+    ("option", "message"), [({"mode": "exakt"}, "'exact'"), ({"batch_size": "per-rank"}, "'per_rank'")]
 )
 def test_a_misspelt_option_names_the_nearest(option: dict[str, Any], message: str) -> None:
     """A wrong word lists the right ones, in a single process too."""

@@ -214,7 +214,7 @@ def test_a_webdataset_that_resamples(shards: str) -> None:
 def test_what_cannot_be_split(shards: str) -> None:
     """A pipeline that begins with something else, and webdataset's own loader, are refused with what to write."""
     pipeline = webdataset.DataPipeline(lambda: iter([{"url": "x"}]))
-    with standing_on(0, 2), pytest.raises(LoaderError, match=r"Add webdataset\.split_by_node after it"):
+    with standing_on(0, 2), pytest.raises(LoaderError, match="split_by_node"):
         shard_loader(DataLoader(pipeline))
-    with standing_on(0, 2), pytest.raises(LoaderError, match=r"not a WebLoader. Its DataLoader is \.pipeline\[0\]"):
+    with standing_on(0, 2), pytest.raises(LoaderError, match=r"\.pipeline"):
         shard_loader(webdataset.WebLoader(webdataset.WebDataset(shards, shardshuffle=False), batch_size=4))

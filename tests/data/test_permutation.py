@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from distwrap.data.permutation import Permutation
+from tests.slow import nightly
 
 
 @given(st.integers(0, 3000), st.integers(0, 2**63))
@@ -68,7 +69,7 @@ def test_every_order_is_as_likely(n: int) -> None:
 
 
 @pytest.mark.slow("counts over many permutations")
-@pytest.mark.parametrize("n", [10, 16, 50])
+@pytest.mark.parametrize("n", [10, 16, nightly(50, row="products", why="smaller sizes show it")])
 def test_every_number_is_as_likely_everywhere(n: int) -> None:
     """Over many seeds each number stands at each position equally often."""
     counts = torch.zeros(n, n)
@@ -78,7 +79,7 @@ def test_every_number_is_as_likely_everywhere(n: int) -> None:
 
 
 @pytest.mark.slow("counts over many permutations")
-@pytest.mark.parametrize("n", [10, 16, 50])
+@pytest.mark.parametrize("n", [10, 16, nightly(50, row="products", why="smaller sizes show it")])
 def test_neighbours_are_independent(n: int) -> None:
     """Over many seeds the difference of two neighbours, modulo n, is any but zero, equally often."""
     counts = torch.zeros(n)

@@ -19,6 +19,7 @@ from distwrap.group.world import current_world
 from distwrap.model.by_hand import ByHand
 from distwrap.testing import run_ranks
 from tests.forgotten.nets import Net
+from tests.slow import few
 
 BATCHES, BATCH = 6, 8
 
@@ -80,7 +81,7 @@ RIGHT: dict[str, Callable[[], list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("way", RIGHT)
+@pytest.mark.parametrize("way", few(RIGHT, 1))
 def test_what_is_right_is_left_alone(way: str) -> None:
     """It ends with the weights of one process."""
     [expected] = run_ranks(RIGHT[way], 1)

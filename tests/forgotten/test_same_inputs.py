@@ -17,6 +17,7 @@ from distwrap.group.world import current_world
 from distwrap.model.same_inputs import SameInputs
 from distwrap.testing import run_ranks
 from tests.forgotten.nets import Net
+from tests.slow import few
 
 BATCHES, BATCH = 8, 4
 
@@ -74,7 +75,7 @@ FORGOTTEN: dict[str, Callable[[], Iterable[Any]]] = {
 
 
 @pytest.mark.parametrize("by_method", [True, False], ids=["a method", "forward"])
-@pytest.mark.parametrize("data", FORGOTTEN)
+@pytest.mark.parametrize("data", few(FORGOTTEN, 2))
 def test_the_same_data_on_all_ranks(data: str, by_method: bool) -> None:
     """It is an error before the second epoch, which names the loop over a plain loader, or says how to draw apart."""
 
@@ -113,7 +114,7 @@ MEANT: dict[str, Callable[[nn.Module], Iterable[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("data", MEANT)
+@pytest.mark.parametrize("data", few(MEANT, 3))
 def test_what_is_meant(data: str) -> None:
     """Data of a share each, or alike on purpose, or that says nothing, is left alone."""
 

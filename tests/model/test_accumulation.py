@@ -226,7 +226,7 @@ def test_a_loader_that_ends_early_is_an_error() -> None:
         def __len__(self) -> int:
             return 5
 
-    with pytest.raises(LoaderError, match="ended after 0 of the 2 micro-batches"):
+    with pytest.raises(LoaderError, match="2 micro-batches"):
         for _ in dw.accumulate(Short([1, 2, 3]), 3, nn.Linear(1, 1)):
             pass
     assert not current_world().part(Windows).under_way
@@ -256,7 +256,7 @@ def test_a_step_in_the_middle_of_a_window_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, _ in dw.accumulate([1, 2], 2, model):
         model(torch.ones(1, 4).double()).sum().backward()
-        with pytest.raises(ModelError, match=r"micro-batch 1 of 2.*window\.last"):
+        with pytest.raises(ModelError, match="micro-batch 1"):
             dw.optimizer_step(optimizer)
         break
 

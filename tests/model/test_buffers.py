@@ -90,6 +90,7 @@ def test_rank_zero_may_evaluate_alone_and_go_on() -> None:
     assert one == other
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_all_ranks_see_the_same_though_rank_zero_goes_on_at_once() -> None:
     """Rank 0 evaluates nothing and trains on; the others still get what it had when it paused, each time."""
 
@@ -107,6 +108,7 @@ def test_all_ranks_see_the_same_though_rank_zero_goes_on_at_once() -> None:
     assert len({str(seen) for seen in one}) == 4
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_another_rank_may_evaluate_alone() -> None:
     """Nobody waits for a rank that evaluates alone, and it has rank 0's statistics all the same."""
 
@@ -177,6 +179,7 @@ def test_what_is_saved_has_rank_zeros(tmp_path: Path) -> None:
     assert one == other == [saved[name].tolist() for name, _ in Net().named_buffers()]
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_uneven_inputs_under_torchs_join() -> None:
     """With ranks that take different numbers of steps under ``Join``, evaluation still has rank 0's statistics."""
 
@@ -191,6 +194,7 @@ def test_uneven_inputs_under_torchs_join() -> None:
     assert one == other
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_a_large_buffer_that_never_changes_does_not_travel() -> None:
     """Only statistics and buffers that training has changed are exchanged."""
 
@@ -208,7 +212,7 @@ def test_sync_batchnorm_is_refused_on_the_cpu_before_any_step() -> None:
     """torch has SyncBatchNorm on accelerators only; in one process it is BatchNorm and works."""
 
     def on_rank() -> None:
-        with pytest.raises(ModelError, match="SyncBatchNorm on accelerators only"):
+        with pytest.raises(ModelError, match="SyncBatchNorm"):
             dw.wrap_model(Net(), sync_batchnorm=True)
 
     run_ranks(on_rank, 2)
@@ -233,6 +237,7 @@ def test_a_rank_ahead_of_rank_zero_waits_for_its_statistics() -> None:
     assert one == other
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_statistics_that_were_made_anew_without_a_backward_are_taken_over() -> None:
     """Forwards in training that have no backward count too, as where BatchNorm's statistics are made anew."""
 
@@ -253,6 +258,7 @@ def test_statistics_that_were_made_anew_without_a_backward_are_taken_over() -> N
     assert one == other
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_a_rank_for_which_rank_zero_waits_is_not_held_up(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +281,7 @@ def test_a_rank_for_which_rank_zero_waits_is_not_held_up(
     assert "eval() of Net on another rank, after 2 forwards in training, takes over" in capfd.readouterr().err
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_evaluations_without_an_exchange_between_them_hold_nobody_up(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +334,7 @@ def test_a_mean_of_the_buffers_stays_in_evaluation() -> None:
     assert one == other
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_eval_inside_consolidate_leaves_the_mean_alone() -> None:
     """Inside consolidate() all ranks evaluate with the mean; afterwards each has its own, and eval() is as before."""
 
@@ -360,6 +368,7 @@ def test_eval_inside_consolidate_leaves_the_mean_alone() -> None:
     assert after == others_after == own
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_buffers_do_not_stay_in_the_store() -> None:
     """The file in which the ranks of one node meet keeps what it is given: buffers go another way."""
 

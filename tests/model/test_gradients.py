@@ -14,6 +14,7 @@ import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
 from tests.model.test_forward_routing import Net, batches, share
+from tests.slow import few
 
 
 def x() -> torch.Tensor:
@@ -51,7 +52,7 @@ PAST = {
 
 
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("way", PAST, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", few(PAST, 3), ids=lambda way: way.__name__)
 def test_a_backward_past_the_reducer_raises_and_names_the_call(way: Callable[[Any, Any], None], first: bool) -> None:
     """Whether or not there was a right step before, the first wrong backward is an error on every rank."""
 

@@ -15,6 +15,7 @@ import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
 from tests.model.nets import Net
+from tests.slow import slow
 
 Body = Callable[[nn.Module, Net], object]
 
@@ -125,7 +126,7 @@ def test_moves_and_apply_reach_the_models_own_tensors(kind: str) -> None:
         if kind == "ddp":
             assert model.double() is model.to("cpu") is model.cpu() is model
             for change in (model.float, model.half, lambda: model.to("meta"), lambda: model.to(torch.bfloat16)):
-                with pytest.raises(ModelError, match=r"parameter 'gain' from torch.float64 on cpu into.*wrap_model"):
+                with pytest.raises(ModelError, match="'gain'"):
                     change()
             assert {p.dtype for p in net.parameters()} == {torch.float64}
         else:
@@ -163,8 +164,7 @@ def test_loads_what_was_saved_with_or_without_a_wrapper(kind: str) -> None:
         model.load_state_dict(Net(seed=1).state_dict())
         saved_wrapped = copy.deepcopy(model.state_dict())
         saved_plain = Net(seed=1).state_dict()
-        saved_by_others = torch.compile(nn.DataParallel(Net(seed=1))).state_dict()
-        assert next(iter(saved_by_others)) == "_orig_mod.module.gain"
+        saved_by_others = {f"_orig_mod.module.{name}": value for name, value in saved_plain.items()}  # both of them
         pairs = [(model, state) for state in (saved_wrapped, saved_plain, saved_by_others)]
         pairs += [(net, state) for state in (saved_wrapped, saved_plain)]
         pairs.append((model, dw.add_module_prefix(saved_plain)))
@@ -310,7 +310,7 @@ def test_new_parameters_after_wrapping_are_refused() -> None:
 
     def body(model: nn.Module, net: Net) -> None:
         before = net.body
-        with pytest.raises(ModelError, match="'body' would add new parameters"):
+        with pytest.raises(ModelError, match="'body'"):
             model.body = nn.Linear(3, 4)
         with pytest.raises(ModelError, match="'gain'"):
             model.gain = nn.Parameter(torch.ones(4))
@@ -322,6 +322,7 @@ def test_new_parameters_after_wrapping_are_refused() -> None:
     wrapped("ddp", body)
 
 
+@pytest.mark.slow("compiles a model")
 def test_unwrap_model_undoes_any_nesting() -> None:
     """Out of distwrap, DDP, DataParallel and torch.compile in any order comes the user's own object."""
 
@@ -334,7 +335,7 @@ def test_unwrap_model_undoes_any_nesting() -> None:
     wrapped("ddp", body)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ddp", slow("local", why="compiles a model")])
 def test_a_compiled_model_has_no_prefix_either(kind: str) -> None:
     """Around a compiled model all names are the user's, alone and as a part of another module."""
 
@@ -345,5 +346,6 @@ def test_a_compiled_model_has_no_prefix_either(kind: str) -> None:
         parent = nn.ModuleList([model])
         parent.load_state_dict(nn.ModuleList([Net(seed=1)]).state_dict())
         assert torch.equal(net.body.weight, Net(seed=1).body.weight)
+        assert next(iter(torch.compile(nn.DataParallel(Net())).state_dict())) == "_orig_mod.module.gain"
 
     wrapped(kind, body)

@@ -325,7 +325,7 @@ def test_fp16_refuses_a_scaler_that_scales_nothing() -> None:
     def body() -> None:
         model, _ = setting()
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        with pytest.raises(PrecisionError, match=r"made for the device: GradScaler\('cpu'\)"):
+        with pytest.raises(PrecisionError, match="GradScaler"):
             scaler.scale(model(batches()[0]).sum()).backward()
 
     under("fp16", body)
@@ -350,11 +350,11 @@ def test_fp16_refuses_a_step_without_a_backward() -> None:
 
     def body() -> None:
         model, optimizer = setting()
-        with pytest.raises(PrecisionError, match="was not called since the last step"):
+        with pytest.raises(PrecisionError, match="called since"):
             dw.optimizer_step(optimizer)
         dw.backward(model(torch.ones(1, 4)).sum())
         dw.optimizer_step(optimizer)
-        with pytest.raises(PrecisionError, match="was not called since the last step"):
+        with pytest.raises(PrecisionError, match="called since"):
             dw.optimizer_step(optimizer)
 
     under("fp16", body)
@@ -604,7 +604,7 @@ def test_a_clip_of_scaled_gradients_is_refused(nprocs: int) -> None:
         model, optimizer = setting()
         dw.backward(100 * model(torch.ones(1, 4)).sum())
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        with pytest.raises(PrecisionError, match=r"max_norm=.*distwrap\.unscale"):
+        with pytest.raises(PrecisionError, match="max_norm="):
             dw.optimizer_step(optimizer)
         with pytest.raises(PrecisionError, match="were changed"):
             dw.unscale(optimizer)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import distwrap as dw
 from distwrap.testing import run_ranks
 from tests.programs.parts import BETWEEN, CALLS, DATA, LOOPS, MODELS, OPTIMIZERS, SCHEDULERS, Found, Program, chosen
-from tests.slow import MORE_RANKS, slow
+from tests.slow import nightly
 
 PROGRAMS = chosen(160)
 PARTS = 8
@@ -72,8 +72,11 @@ def _words(found: Found | str) -> str:
     ("part", "nprocs"),
     [
         (0, 2),
-        *(slow(part, 2, why="twenty programs more") for part in range(1, PARTS)),
-        *(slow(part, 3, why=MORE_RANKS) for part in range(0, PARTS, 2)),
+        *(
+            nightly(part, 2, row="products", why="twenty programs, by each part of a program")
+            for part in range(1, PARTS)
+        ),
+        *(nightly(part, 3, row="products", why="the same programs on two ranks") for part in range(0, PARTS, 2)),
     ],
 )
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
@@ -94,7 +97,7 @@ ANY = st.builds(
 )
 
 
-@pytest.mark.slow("programs that were never run before, on three ranks")
+@pytest.mark.nightly(row="products", why="test_programs_give_the_numbers_of_one_process")
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(programs=st.lists(ANY, min_size=5, max_size=10, unique=True))
 def test_programs_that_nobody_has_seen(programs: list[Program], tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -20,6 +20,7 @@ from distwrap.devices.transfer import to_device
 from distwrap.errors import PrecisionError
 from distwrap.testing import run_ranks
 from tests.precision.test_precision import under
+from tests.slow import few
 
 META = torch.device("meta")
 
@@ -222,7 +223,7 @@ def test_inputs_are_moved(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-true"])
+@pytest.mark.parametrize("precision", few(["bf16", "fp16", "bf16-true"], 1))
 def test_outputs_are_in_float32_and_watched(kind: str, precision: str) -> None:
     """Whatever a forward returns is in float32, and under fp16 a backward without a scale is refused."""
 
@@ -234,7 +235,7 @@ def test_outputs_are_in_float32_and_watched(kind: str, precision: str) -> None:
             assert type(output) is type(KINDS[kind](torch.ones(2, 4)))
             assert {tensor.dtype for tensor in tensors_in(output)} == {torch.float32}
             if precision == "fp16":
-                with pytest.raises(PrecisionError, match="small gradients would become zero unnoticed"):
+                with pytest.raises(PrecisionError, match="zero unnoticed"):
                     first(output).sum().backward()
 
     under(precision, body)

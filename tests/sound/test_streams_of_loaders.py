@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from distwrap import shard_loader
 from tests.data.ranks import batches, interleaved, on_each_rank, standing_on
+from tests.slow import few
 from tests.snapshot import random_state
 
 DATA: Any = list(range(40))
@@ -192,7 +193,7 @@ def noisy(items: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("divides", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", few([0, 2], 1, why="starts workers"))
 def test_a_stream_shuffled_by_a_global_generator(name: str, divides: bool, workers: int) -> None:
     """Each item comes once, in another order in each epoch; augmentation and collation differ; the loop's is left."""
 

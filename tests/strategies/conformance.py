@@ -29,7 +29,8 @@ class Cell:
         refuses: the behaviours that it refuses by name.
         lacks: the behaviours that are not asked of it.
         only: the behaviours that are asked of it, if not all.
-        slow: why it is for `make test-all` alone, if it is.
+        slow: why its heart is for `make test-all` alone, if it is.
+        nightly: what shows all of it in `make test-all`, where it is for `make nightly` alone.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Cell:
     lacks: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     slow: str = ""
+    nightly: str = ""
 
 
 class NodesOfOne(DDP2Strategy):
@@ -83,7 +85,8 @@ ONLY_BY_HELPERS = ("plain_backward_and_step", "retrofit", "batch_norm")
 
 # LBFGS needs all gradients as one vector; torch's clip sees those of one stage.
 IN_STAGES = ("lbfgs", "torchs_own_clip")
-SCHEDULES = "another order of the same stages"
+OTHERS = "ddp, fsdp and pipeline have the behaviours of a heart in `make test`"
+SCHEDULES = "the cell pipeline, whose stages run in another order"
 
 # What `make test` asks.
 HEART = {
@@ -105,24 +108,38 @@ AGAIN = (
 
 CELLS = (
     Cell("ddp", "ddp"),
-    Cell("ddp on one rank", "ddp", 1, slow="one process is in every cell's suite"),
-    Cell("ddp on three ranks", "ddp", 3, only=AGAIN, slow=MORE_RANKS),
-    Cell("ddp on four ranks", "ddp", 4, only=AGAIN, slow=MORE_RANKS),
-    Cell("ddp2", NodesOfOne(), only=AGAIN, slow="ddp's own code, where a node has no accelerators"),
-    Cell("zero1", "zero1", refuses=("lbfgs",)),
-    Cell("zero1 on three ranks", "zero1", 3, only=AGAIN, slow=MORE_RANKS),
-    Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip")),
+    Cell("ddp on one rank", "ddp", 1, nightly="the cell ddp"),
+    Cell("ddp on three ranks", "ddp", 3, only=AGAIN, nightly="the cell ddp"),
+    Cell("ddp on four ranks", "ddp", 4, only=AGAIN, nightly="the cell ddp"),
+    Cell("ddp2", NodesOfOne(), only=AGAIN, nightly="the cell ddp, its own code where a node has no accelerators"),
+    Cell("zero1", "zero1", refuses=("lbfgs",), slow=OTHERS),
+    Cell("zero1 on three ranks", "zero1", 3, only=AGAIN, nightly="the cell zero1"),
+    Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip"), slow=OTHERS),
     Cell("fsdp", "fsdp", refuses=DIVIDED),
-    Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
+    Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, only=AGAIN, nightly="the cell fsdp"),
     Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
-    Cell("tp", "tp", refuses=("lbfgs", "deepcopy")),
+    Cell("tp", "tp", refuses=("lbfgs", "deepcopy"), slow=OTHERS),
     Cell("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
     Cell("pipeline", "pipeline", refuses=IN_STAGES),
-    Cell("pipeline, interleaved", PipelineStrategy(schedule="interleaved"), 2, IN_STAGES, only=AGAIN, slow=SCHEDULES),
-    Cell("pipeline on three ranks", "pipeline", 3, IN_STAGES, only=AGAIN, slow=MORE_RANKS),
-    Cell("two pipelines", PipelineStrategy(stages=2, schedule="gpipe"), 4, IN_STAGES, only=AGAIN, slow=MORE_RANKS),
+    Cell(
+        "pipeline, interleaved", PipelineStrategy(schedule="interleaved"), 2, IN_STAGES, only=AGAIN, nightly=SCHEDULES
+    ),
+    Cell("pipeline on three ranks", "pipeline", 3, IN_STAGES, only=AGAIN, nightly="the cell pipeline"),
+    Cell(
+        "two pipelines",
+        PipelineStrategy(stages=2, schedule="gpipe"),
+        4,
+        IN_STAGES,
+        only=AGAIN,
+        nightly="the cell pipeline",
+    ),
     Cell("auto", "auto", only=tuple(HEART), slow="ddp's own code, chosen"),
-    Cell("auto in little memory", AutoStrategy(device_memory=1000), only=tuple(HEART), slow="fsdp's, chosen"),
-    Cell("by hand", Pair(), refuses=FP16),
-    Cell("by hand, two pairs", Pair(), 4, FP16, lacks=ONLY_BY_HELPERS, only=AGAIN, slow=MORE_RANKS),
+    Cell(
+        "auto in little memory",
+        AutoStrategy(device_memory=1000),
+        only=tuple(HEART),
+        nightly="the cell fsdp, which is chosen",
+    ),
+    Cell("by hand", Pair(), refuses=FP16, slow=OTHERS),
+    Cell("by hand, two pairs", Pair(), 4, FP16, lacks=ONLY_BY_HELPERS, only=AGAIN, nightly="the cell by hand"),
 )

@@ -13,6 +13,7 @@ from distwrap.comm import AllReduce, AsyncAveraging, ByteGrad, Decentralized, Lo
 from distwrap.errors import OptionError
 from distwrap.group.world import rank
 from distwrap.strategies.bagua import BaguaStrategy, translated
+from tests.slow import few
 
 # From Bagua's tutorials and Lightning's: what was written there, and what it is here.
 KNOWN: list[tuple[str, dict[str, Any], Any]] = [
@@ -43,13 +44,13 @@ def test_names_and_options(name: str, options: dict[str, Any], ours: Any) -> Non
 
 
 def test_what_bagua_does_not_have() -> None:
-    with pytest.raises(OptionError, match=r"of Bagua's 'allreduce'\. Did you mean 'gradient_allreduce'"):
+    with pytest.raises(OptionError, match="gradient_allreduce"):
         BaguaStrategy(algorithm="allreduce")
     with pytest.raises(OptionError, match="sync_interval_ms"):
         BaguaStrategy(algorithm="bytegrad", sync_interval_ms=3)
     with pytest.raises(OptionError, match="all"):
         BaguaStrategy(algorithm="async", peer_selection_mode="shift_one")
-    with pytest.raises(OptionError, match="unknown option of DDPStrategy 'bucket_mb'"):
+    with pytest.raises(OptionError, match="'bucket_mb'"):
         BaguaStrategy(bucket_mb=3)
 
 
@@ -67,7 +68,7 @@ def _train(**how: Any) -> str:
     return repr(exchange.algorithm)
 
 
-@pytest.mark.parametrize("name", [name for name, options, _ in KNOWN if not options])
+@pytest.mark.parametrize("name", few([name for name, options, _ in KNOWN if not options], 2))
 def test_one_line_changes(name: str) -> None:
     assert type(translated(name, {})).__name__ in distributed(nprocs=2, strategy=BaguaStrategy(name))(_train)()
 

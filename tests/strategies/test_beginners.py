@@ -210,7 +210,7 @@ def _steps_a_copy(before: bool) -> None:
 def test_an_optimizer_of_a_copy_is_an_error(strategy: str) -> None:
     """It would train nothing, whenever it was made."""
     for before in (True, False):
-        with pytest.raises(ModelError, match=r"this SGD holds none of the parameters of \w*Net"):
+        with pytest.raises(ModelError, match="holds none"):
             distributed(nprocs=2, strategy=strategy)(_steps_a_copy)(before)
 
 
@@ -248,7 +248,7 @@ def _saves_a_pipelines_state_dict(path: str) -> None:
 
 
 def test_a_pipelines_state_dict_is_refused_with_the_model_to_save(tmp_path: Path) -> None:
-    with pytest.raises(DistwrapError, match=r"give save\(\) the model itself: save\(\{'model': model\}, path\)"):
+    with pytest.raises(DistwrapError, match="give save"):
         _saves_a_pipelines_state_dict(str(tmp_path / "a.pt"))
 
 

@@ -17,11 +17,12 @@ def parts() -> Iterator[Any]:
     for cell in CELLS:
         asked = (set(cell.only) or BEHAVIOURS.keys()) - set(cell.lacks)
         heart, rest = HEART & asked, asked - HEART
+        later = [pytest.mark.nightly(row="products", why=cell.nightly or f"the heart of {cell.name}, and other cells")]
         of_heart = [pytest.mark.slow(cell.slow)] if cell.slow else []
-        of_rest = pytest.mark.exhaustive(cell.slow) if cell.slow else pytest.mark.slow("some seventy behaviours")
-        yield pytest.param(cell, heart, marks=of_heart, id=f"{cell.name}, the heart")
+        of_rest = later if cell.only else [pytest.mark.slow("some seventy behaviours")]
+        yield pytest.param(cell, heart, marks=later if cell.nightly else of_heart, id=f"{cell.name}, the heart")
         if rest:
-            yield pytest.param(cell, rest, marks=of_rest, id=cell.name)
+            yield pytest.param(cell, rest, marks=later if cell.nightly else of_rest, id=cell.name)
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds

@@ -101,9 +101,7 @@ def _refused() -> None:
     x = torch.linspace(-1, 1, ROWS * WORDS * WIDTH, dtype=torch.float64).view(ROWS, WORDS, WIDTH)
     model = dw.wrap_model(Layers("own").double())
     torch.manual_seed(dw.rank())
-    with pytest.raises(
-        ModelError, match="ranks 0, 1 are one group, which computes one batch together, but they draw different"
-    ):
+    with pytest.raises(ModelError, match="draw different"):
         model(x)
 
 

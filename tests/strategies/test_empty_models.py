@@ -76,7 +76,7 @@ def numbers() -> dict[str, dict[str, torch.Tensor]]:
     with init_empty():
         half = Outer()
     half.last = nn.Linear(2, 1)
-    with pytest.raises(ModelError, match=r"Outer was made without numbers, and 'last' with them, which would be lost"):
+    with pytest.raises(ModelError, match="'last'"):
         dw.wrap_model(half)
     return found
 

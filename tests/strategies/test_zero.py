@@ -20,7 +20,7 @@ from distwrap.registry import strategies
 from distwrap.strategies.optimizer_share import OptimizerShares
 from distwrap.strategies.zero import ZeroStrategy
 from distwrap.testing import run_ranks
-from tests.slow import MORE_RANKS, slow
+from tests.slow import nightly
 
 ROWS, BATCHES = 12, 4
 
@@ -101,22 +101,22 @@ def case(*names: str) -> Callable[[str], str]:
     return lambda text: f"{' '.join(names)}: {text}"
 
 
-HOWS = ("plain", "accumulate", "scale_loss", "clip")
-
-
 def everything(strategy: str) -> dict[tuple[str, str], Any]:
     found = {(kind, "plain"): trained(strategy, kind, "plain", first=True) for kind in OPTIMIZERS}
-    found |= {(kind, how): trained(strategy, kind, how) for kind in ("sgd", "groups") for how in HOWS}
-    return found
+    return found | {("groups", "clip"): trained(strategy, "groups", "clip")}
 
 
 @pytest.mark.parametrize(
     ("strategy", "nprocs"),
-    [("zero1", 2), ("zero2", 3), slow("zero1", 3, why=MORE_RANKS), slow("zero2", 2, why=MORE_RANKS)],
+    [
+        ("zero1", 2),
+        ("zero2", 2),
+        *(nightly(each, 3, row="products", why="two ranks show it") for each in ("zero1", "zero2")),
+    ],
 )
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_it_trains_as_one_process_and_each_rank_has_its_share(strategy: str, nprocs: int) -> None:
-    """Each optimizer, in each way of a step, ends where one process does; its state is on one rank or another."""
+    """Each optimizer's state is on one rank or another, of which each has its share; the weights are one process's."""
     ranks = run_ranks(everything, nprocs, strategy, timeout=60)
     for (kind, how), (expected, norms, size) in everything("ddp").items():
         for found in ranks:
@@ -261,6 +261,7 @@ def special() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow("others of its kind are in `make test`")
 def test_gradients_are_those_of_ddp_and_each_rank_keeps_its_share() -> None:
     """Several backwards before a step, unused branches, and torch's own scaler give what DDP gives on as many ranks."""
     ranks = run_ranks(special, 2, timeout=60)
@@ -326,19 +327,19 @@ def refused() -> None:
         found.backward()  # type: ignore[no-untyped-call]
         return found
 
-    with pytest.raises(ModelError, match="LBFGS steps all parameters together along one direction"):
+    with pytest.raises(ModelError, match="parameters together"):
         dw.wrap_optimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ModelError, match="Join does not go with strategy='zero1' or 'zero2'"), Join([model]):
+    with pytest.raises(ModelError, match="'zero1'"), Join([model]):
         pass
     optimizer = OPTIMIZERS["sgd"](model)
     before = optimizer.state_dict()
     at_first = float(loss())
     assert float(optimizer.step(loss)) == at_first  # type: ignore[arg-type]
     assert not before["state"]
-    with pytest.raises(ModelError, match=r"SGD.state_dict\(\) would return a part.*divided over 2 ranks"):
+    with pytest.raises(ModelError, match=r"SGD.state_dict\(\)"):
         optimizer.state_dict()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with pytest.raises(ModelError, match="torch's clip_grad_norm_ would take another norm on each"):
+    with pytest.raises(ModelError, match="clip_grad_norm_"):
         optimizer.step()
     optimizer.zero_grad()
 
@@ -348,13 +349,13 @@ def refused() -> None:
                 closure()
                 return closure()
 
-    with pytest.raises(ModelError, match=r"Twice.step\(closure\) calls the closure more than once"):
+    with pytest.raises(ModelError, match=r"Twice.step\(closure\) calls"):
         Twice(model.parameters(), lr=0.1).step(loss)
-    with pytest.raises(ModelError, match="Sequential shares parameters with another wrapped model"):
+    with pytest.raises(ModelError, match="shares parameters"):
         dw.wrap_model(nn.Sequential(model[0]), strategy="zero2")
     mixed = list(model.parameters())[:: 1 if dw.rank() else -1]
     loss()
-    with pytest.raises(ModelError, match="differ, or come in another order"):
+    with pytest.raises(ModelError, match="another order"):
         torch.optim.SGD(mixed, lr=0.1).step()
 
 
@@ -369,9 +370,9 @@ def over(folder: Path) -> None:
     epoch(model, optimizer)
     dw.save({"optimizer": optimizer}, folder / "optimizer.pt")
     current_world().part(OptimizerShares).close()  # as at the end of the run
-    with pytest.raises(ModelError, match=r"AdamW has a part of its state.*of a run that has ended"):
+    with pytest.raises(ModelError, match="run that has ended"):
         optimizer.step()
-    with pytest.raises(ModelError, match=r"a part of its state.*load that into it"):
+    with pytest.raises(ModelError, match="load that"):
         optimizer.state_dict()
     whole = dw.load(folder / "optimizer.pt")["optimizer"]
     optimizer.load_state_dict(whole)
@@ -402,7 +403,7 @@ def adapted() -> None:
 
 def test_an_optimizer_that_looks_at_all_parameters_is_found_out() -> None:
     """A number that a step computes from all parameters differs by rank, and is named."""
-    with pytest.raises(ModelError, match=r"\"'d' of Adaptive, group 0\" is the first that differs"):
+    with pytest.raises(ModelError, match="Adaptive"):
         run_ranks(adapted, 2)
 
 
