@@ -31,6 +31,7 @@ from distwrap.versions import TORCH
 from tests import exhaustive, interpreters
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
+from tests.forked_commands import spawned_as_forks
 from tests.imported_once import import_in_server
 from tests.snapshot import Snapshot, random_state
 
@@ -74,6 +75,13 @@ def _warm() -> None:
     if multiprocessing.get_start_method() == "forkserver":  # since Python 3.14
         multiprocessing.set_forkserver_preload(["torch"])  # else each worker of a loader imports it
         forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spawned_ranks_are_forks(_warm: None) -> Iterator[None]:
+    """Start no interpreter for a rank of ``launcher="spawn"``; tests/process/ has real ones."""
+    with spawned_as_forks():
+        yield
 
 
 @pytest.fixture(autouse=True)

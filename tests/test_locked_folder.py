@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from distwrap import locked_folder
+from tests.forked_commands import PYTHON
 
 HOLDER = """
 import os, signal
@@ -44,7 +44,7 @@ def test_it_is_ours_until_we_remove_it(temporary: Path) -> None:
 
 def test_a_killed_owners_is_removed(temporary: Path) -> None:
     """As soon as its owner is gone, though a fork of it lives, and only where its kind is asked for."""
-    command = [sys.executable, "-c", HOLDER]
+    command = [PYTHON, "-c", HOLDER]
     env = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
