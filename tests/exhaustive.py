@@ -1,8 +1,8 @@
 """What `make test-exhaustive` runs and `make test-all` does not, each with the test that shows the same there.
 
 A case is left out of `make test-all` where it costs seconds and another one runs the same lines of distwrap: on more
-ranks than there are cores, under a launcher that comes again in other tests, or with another seed. Three files choose
-by themselves: `strategies/test_conformance.py`, `accelerator/test_equality.py` and `faults/test_matrix.py`. A case is
+ranks than there are cores, under a launcher that comes again in other tests, or with another seed. Two files choose
+by themselves: `strategies/test_conformance.py` and `accelerator/test_equality.py`. A case is
 only for this table if a test can be named beside it.
 """
 
@@ -35,32 +35,9 @@ EXHAUSTIVE = {
     "clusters/test_hosts.py::test_hosts_with_other_numbers_of_ranks": "clusters/test_slurm.py, by uneven tasks",
     "clusters/test_hosts.py::test_two_with_the_same_number": "launch/test_nodes.py::test_a_third_is_one_too_many",
     "clusters/test_bytes.py::test_what_we_count_is_what_leaves_the_host": "comm/test_bytes.py, by what DDP sends",
-    # Under each launcher.
-    "group/test_signing.py::test_a_stranger_on_this_machine[torchrun]": "[mpirun], which starts ranks as it does",
-    "group/test_signing.py::test_a_stranger_on_this_machine[spawn]": "[forkserver]",
-    "group/test_teardown.py::test_nothing_is_said[torchrun by hand]": "[torchrun]",
-    "group/test_teardown.py::test_nothing_is_said[spawn]": "[forkserver]",
-    "launch/test_nodes.py::test_one_world_by_every_launcher[spawn]": "[forkserver]",
-    "launch/test_nodes.py::test_one_world_by_every_launcher[fork]": "test_what_comes_home",
-    "launch/test_script.py::test_two_calls_in_one_script[how1]": "the other two ways",
-    "launch/test_script_ends.py::test_a_failure[one fails, zero sleeps": "[one fails, zero waits",
-    "launch/test_script_ends.py::test_ctrl_c[one in a collective]": "[zero in a collective]",
-    "launch/test_script_ends.py::test_the_caller_is_ended[9]": "[15], and faults/test_matrix.py",
-    "launch/test_script_ends.py::test_where_are_they[1]": "[2]",
-    "launch/test_script_ends.py::test_a_rank_that_leaves_early[return]": "[sys.exit(0)]",
-    "launch/test_server.py::test_settings_are_the_callers[spawn-False]": "[forkserver-False]",
-    "launch/test_server.py::test_by_name[True-spawn]": "[True-forkserver] and [False-spawn]",
-    "launch/test_signals.py::test_ctrl_c_with_loader_workers[fork]": "[forkserver]",
-    "launch/test_signals.py::test_a_signal_that_ends_the_ranks[12]": "[15]",
-    "launch/test_elastic.py::test_a_signal_ends_the_ranks_too[2": "[15",
-    "launch/test_supervisor.py::test_a_killed_rank_is_named[11-spawn]": "[9-spawn]",
-    "launch/test_script_again.py::test_hydra[false]": "[true]",
-    "launch/test_script_again.py::test_argparse_and_another_folder[['./moves.py']]": "[['moves.py']]",
     "data/test_lockstep.py::test_preemption_under[torchrun-15]": "[torchrun-12]",
     "data/test_device_prefetch.py::test_copied_ahead_is_the_same[1 devices-False]": "[1 devices-True]",
-    "devices/test_of_device.py::test_ascend_trains_by_its_package": "test_torch_xlas_own_launch",
     "engines/test_untouched.py::test_no_engine_is_imported_unless_it_is_chosen[spawn]": "[fork]",
-    "test_debugging.py::test_one_rank_has_the_terminal[forkserver-8]": "[fork-2] and [script-8]",
     "test_equality.py::test_torchrun[4]": "[2]",
     "test_equality.py::test_script[4]": "[2]",
     "test_equality.py::test_processes_of_ours[spawn-4]": "[spawn-2]",
@@ -135,16 +112,12 @@ EXHAUSTIVE = {
     "accelerator/test_over_devices.py::test_two_nodes_of_two_devices": "launch/test_nodes.py, on CPUs",
     "accelerator/test_world.py::test_the_doctors_devices[4 devices]": "[1 devices]",
     "accelerator/test_attacked.py::test_asynchronous_averages_beside_collectives_of_the_loop[2 devices-F": "[…-True]",
-    "notebooks/test_jupyter.py::test_after_a_device_was_used": "accelerator/test_world.py::test_a_fork_after_use",
     "comm/test_on_accelerator.py::test_every_algorithm_over_the_devices_backend[4 devices]": "[2 devices]",
     # Long trainings, large sizes and other seeds.
     "comm/test_training.py::test_digits[1]": "[0]",
     "comm/test_training.py::test_digits[2]": "[0]",
     "comm/test_training.py::test_language_model": "test_digits",
     "checkpoint/test_between_runs.py::test_each_runs": "checkpoint/test_between_strategies.py, and test_resumed_run.py",
-    "guarded/test_scale.py::test_128_ranks": "faults/test_scale.py::test_64_ranks",
-    "guarded/test_scale.py::test_a_result_of_two_gigabytes": "launch/test_transport.py, with hundreds of megabytes",
-    "guarded/test_soak.py::test_a_long_training_takes_no_more_and_more": "faults/test_scale.py::test_launches_in_a_row",
     "data/test_permutation.py::test_neighbours_are_independent[50]": "smaller sizes",
     "data/test_permutation.py::test_every_number_is_as_likely_everywhere[50]": "[10]",
     "programs/test_programs.py::test_programs_give_the_numbers_of_one_process[0-3]": "[0-2]",
@@ -161,18 +134,6 @@ EXHAUSTIVE = {
     "docs/test_pages.py::test_the_page_runs[docs/howto/several_machines.md]": "[docs/tutorial/several_nodes.md]",
     "docs/test_notebooks.py::test_the_notebook_runs[slow_link]": "docs/test_pages.py[docs/howto/slow_links.md]",
     "docs/test_notebooks.py::test_the_notebook_runs[huge_data]": "docs/test_pages.py[docs/howto/huge_data.md]",
-    "test_packaging.py::test_a_release_is_the_same_each_time": "`make check`, which builds one",
-    "test_packaging.py::test_tests_run_from_it": "test_everything_of_the_repository_is_in_it",
-    # Benchmarks that `make bench` runs: that they run.
-    "test_benchmarks.py::test_launch": "test_step, by the same tools",
-    "test_benchmarks.py::test_imports": "test_step, by the same tools",
-    "test_benchmarks.py::test_data": "test_step, by the same tools",
-    "test_benchmarks.py::test_clusters": "clusters/, which runs the same script",
-    "test_benchmarks.py::test_sharded": "test_step",
-    "test_benchmarks.py::test_slow_loops": "docs/test_notebooks.py[why_slow]",
-    "test_benchmarks.py::test_engines": "test_step",
-    "test_benchmarks.py::test_report": "test_step",
-    "test_benchmarks.py::test_slow_link": "docs/test_pages.py[docs/howto/slow_links.md]",
 }
 
 

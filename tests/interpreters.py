@@ -61,6 +61,7 @@ class Interpreter:
         self._control, theirs = socket.socketpair()
         with theirs, socket.socket(socket.AF_UNIX) as listener:
             listener.bind("")  # to a name that Linux chooses, and that is no file
+            listener.listen()  # whoever connects while it imports waits
             self.name: str = listener.getsockname()[1:].decode()
             descriptors = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
@@ -70,6 +71,7 @@ class Interpreter:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         self.read_at_start = _read_at_start(os.environ)
 
     def can_be(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -257,7 +259,6 @@ def serve(control_fd: int, listener_fd: int) -> NoReturn:
     gc.freeze()
     runpy.run_path(str(ROOT / "distwrap" / "launch" / "large_pages.py"))["use_large_pages"]()
     control, listener = socket.socket(fileno=control_fd), socket.socket(fileno=listener_fd)
-    listener.listen()
     callers = [control]
     programs: dict[int, _Program] = {}  # by what says that it has ended
     while True:
