@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from distwrap import locked_folder
+from distwrap.network.waiting import wait_until
 from tests.forked_commands import PYTHON
+from tests.limits import SOON
 
 HOLDER = """
 import os, signal
@@ -19,7 +21,7 @@ from distwrap import locked_folder
 folder = locked_folder.make("x")
 fork = os.fork()  # it lives on, and is not the owner
 if fork:
-    print(folder, fork, flush=True)
+    print(folder, os.getpid(), fork, flush=True)
 signal.pause()
 """
 
@@ -48,12 +50,13 @@ def test_a_killed_owners_is_removed(temporary: Path) -> None:
     env = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        name, fork = holder.stdout.readline().split()
+        name, owner, fork = holder.stdout.readline().split()
         folder = Path(name)
         locked_folder.remove_abandoned("x")
         assert folder.exists()
         holder.kill()
         holder.wait(20)
+        assert wait_until(lambda: not Path(f"/proc/{owner}").exists(), SOON)
         seen: list[Path] = []
         locked_folder.remove_abandoned("other")
         assert folder.exists()

@@ -56,6 +56,9 @@ class FolderLauncher(Launcher):
         deadline = time.monotonic() + SECONDS
         while len(outcomes) < job.nprocs and time.monotonic() < deadline:
             for rank in pids.keys() - outcomes.keys():
+                own = self._folder / f"pid.{rank}"
+                if own.exists():  # it may be a fork that the command has asked for, and waits for
+                    pids[rank] = int(own.read_text() or pids[rank])
                 file, alive = self._folder / f"outcome.{rank}", _is_alive(pids[rank])
                 if file.exists():
                     outcomes[rank] = pickle.loads(file.read_bytes())
@@ -266,4 +269,5 @@ def test_logs_that_nobody_would_write_are_refused(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":  # a rank
+    Path(sys.argv[1], f"pid.{sys.argv[2]}").write_text(str(os.getpid()))
     sys.exit(worker.work(FolderLink(Path(sys.argv[1]), int(sys.argv[2]))))
