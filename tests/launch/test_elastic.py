@@ -18,6 +18,10 @@ from torch import nn
 from distwrap import barrier, distributed, placement, rank, reduce
 from distwrap.errors import ForkError, WorkerDiedError, WorkerTimeoutError
 from distwrap.launch import elastic, worker
+from tests.clusters import job
+from tests.clusters.running import ended, started, wait_for_line
+from tests.forked_commands import PYTHON
+from tests.limits import SOON
 
 
 def attempt() -> int:
@@ -180,3 +184,14 @@ def test_fork_where_it_is_not_safe() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.slow("a program, whose ranks are ended")
+def test_a_signal_ends_the_ranks_too() -> None:
+    """SIGTERM to the caller leaves no rank."""
+    env = {"DISTWRAP_NPROCS": "2", "DISTWRAP_MAX_RESTARTS": "1", "JOB_SLOW": "0.3"}
+    with started([PYTHON, job.__file__, "60"], **env) as process:
+        wait_for_line(process, '"epoch": 1')
+        process.send_signal(signal.SIGTERM)
+        left = ended(process, SOON)
+    assert left.code == 128 + signal.SIGTERM, left.output

@@ -89,6 +89,14 @@ def test_a_second_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow(PROGRAMS)
+def test_the_caller_is_ended(tmp_path: Path) -> None:
+    """When a signal ends rank 0, the others end with it."""
+    with Run(tmp_path, "zero in a collective") as run:
+        run.process.send_signal(signal.SIGTERM)
+        assert run.ended()[0] == -signal.SIGTERM
+
+
+@pytest.mark.slow(PROGRAMS)
 def test_where_are_they(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGQUIT prints where the ranks are, though rank 0 is in native code; here in the second call."""
     monkeypatch.setenv("AGAIN", "1")
