@@ -32,6 +32,7 @@ from tests import costs, exhaustive, interpreters, orphans
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
 from tests.costs import pytest_addoption, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 - hooks
+from tests.forked_commands import spawned_as_forks
 from tests.imported_once import import_in_server
 from tests.nightly import ROWS
 from tests.slow import nightly
@@ -79,6 +80,13 @@ def _warm() -> None:
     if multiprocessing.get_start_method() == "forkserver":  # since Python 3.14
         multiprocessing.set_forkserver_preload(["torch"])  # else each worker of a loader imports it
         forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spawned_ranks_are_forks(_warm: None) -> Iterator[None]:
+    """Start no interpreter for a rank of ``launcher="spawn"``; tests/process/ has real ones."""
+    with spawned_as_forks():
+        yield
 
 
 @pytest.fixture(autouse=True)

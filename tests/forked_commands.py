@@ -1,24 +1,28 @@
 """The commands `python` and `torchrun` of tests' programs as forks too: where a shell or a launcher starts them.
 
 A command on the PATH asks the interpreter of tests for a fork, with its own standard streams, waits for its end, and
-ends as it does. It hands signals on, and where it is killed, so is the fork. What a test says about processes,
-their parents and groups, it has to say of real ones: it leaves PATH as it is.
+ends as it does. The fork has all descriptors that the command was given, and leads a session where the command does.
+The command hands signals on, and where it is killed, so is the fork; where it leads a session, it ends with its parent.
+The fork's own parent is the interpreter: what a test says about parents of processes it has to say of real ones.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from tests.interpreters import ask, can_be_forked, interpreter
+from tests.interpreters import ASKED, COMMANDS, ask, can_be_forked, interpreter
 
-COMMANDS = Path(__file__).with_name("commands")
-_ASKED = "INTERPRETER_OF_TESTS"
+PYTHON = str(COMMANDS / "python")  # to be started with `forked_commands` among the variables
+_HANDED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGABRT")
 
 
 def own_commands() -> dict[str, str]:
@@ -28,29 +32,57 @@ def own_commands() -> dict[str, str]:
 
 def forked_commands() -> dict[str, str]:
     """Return the variables with which programs find the commands that are forks."""
-    asked = {"name": interpreter().name, "python": sys.executable, "read_at_start": interpreter().read_at_start}
     return {
         "PATH": os.pathsep.join([str(COMMANDS), own_commands()["PATH"]]),
-        "PYTHON_EXEC": str(COMMANDS / "python"),  # with which torchrun starts ranks
-        "INTERPRETER_PATH": sys.executable,
-        _ASKED: json.dumps(asked),
+        "PYTHON_EXEC": PYTHON,  # with which torchrun starts ranks
+        **interpreter().variables(),
     }
+
+
+@contextlib.contextmanager
+def spawned_as_forks() -> Iterator[None]:
+    """Let ranks that this process starts by ``launcher="spawn"`` be forks."""
+    from distwrap.launch import processes, spawn
+
+    os.environ.update(interpreter().variables())
+    spawn.python_command = lambda code: [PYTHON, *processes.python_command(code)[1:]]
+    try:
+        yield
+    finally:
+        spawn.python_command = processes.python_command
+        for name in interpreter().variables():
+            del os.environ[name]
 
 
 def main(words: list[str]) -> NoReturn:
     """Be the fork of this command, or Python itself where a fork cannot be it."""
-    asked = json.loads(os.environ[_ASKED])
+    files = {fd: fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)}
+    asked = json.loads(os.environ[ASKED])
     command = [asked["python"], *words]
     if not can_be_forked(command, os.environ, asked["read_at_start"]):
         os.execv(command[0], command)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + asked["name"])
-        fork = ask(connection, command, os.getcwd(), os.environ, [0, 1, 2])
-        for handed_on in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(handed_on, lambda number, _: os.kill(fork.pid, number))
+        leads = os.getsid(0) == os.getpid()
+        if leads:  # it may be a rank, or a server, which ends with its caller
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        fork = ask(connection, command, os.getcwd(), os.environ, files, session=leads)
+        for name in _HANDED_ON:
+            signal.signal(getattr(signal, name), lambda number, _: os.kill(fork.pid, number))
+        for fd in files.keys() - {0, 1, 2}:
+            os.close(fd)
         code = fork.wait(None)
     assert code is not None
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # nobody can handle SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:  # it has listed the others
+        return False
+    return True

@@ -3,6 +3,8 @@
 To import torch takes a core a second or more, and tests run a thousand programs. A fork becomes the program, up to the
 interpreter's own end, and imports distwrap itself. It differs from a process of its own in what Python, OpenMP and
 torch read from options and variables when they start: a program that is given others than the tests have gets one.
+What a program starts by `sys.executable` or by multiprocessing, as ranks and servers, is a fork too: there it is the
+command `tests/commands/python`, which asks for one.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -32,6 +35,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[1]
+COMMANDS = Path(__file__).with_name("commands")
+ASKED = "INTERPRETER_OF_TESTS"
 
 _LENGTH = struct.Struct("Q")
 _STATUS = struct.Struct("i")
@@ -40,6 +45,7 @@ _READ_AT_START = ("PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_",
 _FOLLOWED = (
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
+    "PYTHONHASHSEED",  # all forks share one, as who sets it wants
     "PYTHON_EXEC",
     "OMP_NUM_THREADS",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -55,7 +61,7 @@ class Interpreter:
         self._control, theirs = socket.socketpair()
         with theirs, socket.socket(socket.AF_UNIX) as listener:
             listener.bind("")  # to a name that Linux chooses, and that is no file
-            listener.listen()  # who connects before torch is imported waits
+            listener.listen()  # whoever connects while it imports waits
             self.name: str = listener.getsockname()[1:].decode()
             descriptors = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
@@ -65,6 +71,7 @@ class Interpreter:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         self.read_at_start = _read_at_start(os.environ)
 
     def can_be(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -73,7 +80,12 @@ class Interpreter:
 
     def start(self, command: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[IO[Any]]) -> Fork:
         """Start a fork, given the files that are its standard input, output and error."""
-        return ask(self._control, command, cwd, env, [file.fileno() for file in files])
+        return ask(self._control, command, cwd, env, {number: file.fileno() for number, file in enumerate(files)})
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables by which `tests/commands/python` finds this interpreter."""
+        asked = {"name": self.name, "python": sys.executable, "read_at_start": self.read_at_start}
+        return {"INTERPRETER_PATH": sys.executable, ASKED: json.dumps(asked)}
 
     def close(self) -> None:
         """End the interpreter."""
@@ -87,19 +99,35 @@ def can_be_forked(command: Sequence[str], env: Mapping[str, str], read_at_start:
     options, what, _ = _parsed(command)
     return (
         what not in ("", "-")
-        and all(option in ("-W", "-u") for option, _ in options)
+        and all(option in ("-W", "-u", "-B") for option, _ in options)
         and _read_at_start(env) == read_at_start
     )
 
 
 def ask(
-    connection: socket.socket, command: Sequence[str], cwd: str, env: Mapping[str, str], files: Sequence[int]
+    connection: socket.socket,
+    command: Sequence[str],
+    cwd: str,
+    env: Mapping[str, str],
+    files: Mapping[int, int],
+    *,
+    session: bool = False,
 ) -> Fork:
-    """Start a fork by a connection to the interpreter, given the descriptors of its input, output and error."""
-    asked = json.dumps({"command": list(command), "cwd": cwd, "env": dict(env)}).encode()
+    """Start a fork by a connection to the interpreter.
+
+    Args:
+        connection: the connection.
+        command: the command line.
+        cwd: where it runs.
+        env: its variables.
+        files: the descriptors that it has, by their number there.
+        session: whether it leads a session of its own, which is killed as a whole where the connection is closed.
+    """
+    words = {"command": list(command), "cwd": cwd, "env": dict(env), "numbers": [*files], "session": session}
+    asked = json.dumps(words).encode()
     read, write = os.pipe()
     try:
-        socket.send_fds(connection, [_LENGTH.pack(len(asked))], [*files, write])
+        socket.send_fds(connection, [_LENGTH.pack(len(asked))], [*files.values(), write])
     finally:
         os.close(write)
     connection.sendall(asked)
@@ -165,7 +193,7 @@ def run_python(
         subprocess.CalledProcessError: its exit code is not 0.
     """
     command = [sys.executable, *map(str, words)]
-    env = os.environ if env is None else env
+    env = {**(os.environ if env is None else env), **interpreter().variables()}
     folder = os.fspath(cwd or os.getcwd())
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         stdin.write((input or "").encode())
@@ -200,7 +228,9 @@ def _own_process(
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
     return {
-        key: value for key, value in env.items() if key.startswith(_READ_AT_START) and not key.startswith(_FOLLOWED)
+        key: value
+        for key, value in env.items()
+        if value and key.startswith(_READ_AT_START) and not key.startswith(_FOLLOWED)
     }
 
 
@@ -245,14 +275,15 @@ def serve(control_fd: int, listener_fd: int) -> NoReturn:
                 asked, (*files, status) = received
                 pid = os.fork()
                 if pid == 0:
-                    for number, fd in enumerate(files):
-                        os.dup2(fd, number)
-                    for fd in (*files, status, *programs, *(each.status for each in programs.values())):
+                    for fd in (status, *programs, *(each.status for each in programs.values())):
                         os.close(fd)
                     for each in (listener, *callers):
                         each.close()
+                    _have(dict(zip(asked["numbers"], files, strict=True)))
+                    if asked["session"]:
+                        os.setsid()
                     _become(asked["command"], asked["cwd"], asked["env"])
-                programs[os.pidfd_open(pid)] = _Program(pid, status, ready)
+                programs[os.pidfd_open(pid)] = _Program(pid, status, ready, asked["session"])
                 _tell(status, pid)
                 for fd in files:
                     os.close(fd)
@@ -261,7 +292,7 @@ def serve(control_fd: int, listener_fd: int) -> NoReturn:
             else:
                 for each in programs.values():
                     if each.caller is ready:
-                        os.kill(each.pid, signal.SIGKILL)
+                        each.kill()
                 callers.remove(ready)
                 ready.close()
 
@@ -270,6 +301,15 @@ class _Program(NamedTuple):
     pid: int
     status: int
     caller: socket.socket
+    session: bool
+
+    def kill(self) -> None:
+        """Kill it, with what it has started where it leads a session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        if self.session:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 def _of_this_user(listener: socket.socket) -> list[socket.socket]:
@@ -281,8 +321,18 @@ def _of_this_user(listener: socket.socket) -> list[socket.socket]:
 
 def _received(caller: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Return what a caller asks for and the descriptors that come with it; ``None`` if it has gone."""
-    head, fds, _, _ = socket.recv_fds(caller, _LENGTH.size, 4)
+    head, fds, _, _ = socket.recv_fds(caller, _LENGTH.size, 100)
     return (json.loads(caller.recv(*_LENGTH.unpack(head), socket.MSG_WAITALL)), fds) if head else None
+
+
+def _have(files: dict[int, int]) -> None:
+    """Let this process have descriptors by their numbers, which others may have here."""
+    apart = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for number, fd in files.items()}
+    for fd in files.values():
+        os.close(fd)
+    for number, fd in apart.items():
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _tell(pipe: int, number: int) -> None:
@@ -302,6 +352,12 @@ def _become(command: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
     sys.stdout = sys.__stdout__ = _output(sys.stdout, 1, unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _output(sys.stderr, 2, unbuffered)  # type: ignore[misc]
     sys.orig_argv = command
+    sys.dont_write_bytecode |= ("-B", "") in options
+    if ASKED in env:
+        import multiprocessing
+
+        sys.executable = str(COMMANDS / "python")
+        multiprocessing.set_executable(sys.executable)
     of_warnings = [value for option, value in options if option == "-W"]
     sys.warnoptions += of_warnings
     warnings._processoptions(of_warnings)  # type: ignore[attr-defined]

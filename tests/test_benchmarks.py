@@ -10,7 +10,7 @@ import pytest
 
 from tests.interpreters import run_python
 
-pytestmark = pytest.mark.slow("runs a benchmark")
+NIGHTLY = pytest.mark.nightly(row="benchmarks", why="test_codecs, by the same tools")
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -23,6 +23,7 @@ def run_quick(name: str, folder: Path, seconds: float) -> tuple[str, set[str]]:
     return done.stdout, {row["what"] for row in json.loads(figures.read_text())["rows"] if row["ours"]["seconds"]}
 
 
+@NIGHTLY
 def test_step(tmp_path: Path) -> None:
     """The step benchmark runs on two ranks and prints a line for each thing it times."""
     table, rows = run_quick("step.py", tmp_path, seconds=200)
@@ -30,6 +31,7 @@ def test_step(tmp_path: Path) -> None:
     assert all(row in table for row in rows)
 
 
+@NIGHTLY
 def test_checkpoint(tmp_path: Path) -> None:
     """The checkpoint benchmark runs, and prints what a save keeps waiting in each way."""
     table, rows = run_quick("checkpoint.py", tmp_path, seconds=200)
@@ -37,6 +39,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert all(row in table for row in rows)
 
 
+@NIGHTLY
 def test_sharded(tmp_path: Path) -> None:
     """The benchmark of divided models runs on two ranks: each holds half of the model, and a full save is measured."""
     table, rows = run_quick("sharded.py", tmp_path, seconds=200)
@@ -48,6 +51,7 @@ def test_sharded(tmp_path: Path) -> None:
     assert "a quick run leaves out: distwrap ddp beside torch ddp, " in table
 
 
+@NIGHTLY
 @pytest.mark.timeout(450)
 def test_engines(tmp_path: Path) -> None:
     """The benchmark of engines runs those that are here beside their own scripts, and says why the others are not."""
@@ -63,6 +67,7 @@ def test_engines(tmp_path: Path) -> None:
         assert re.search(rf"^  {way} +steady +\d+, peak +\d+$", table, re.MULTILINE)
 
 
+@pytest.mark.slow("runs a benchmark")
 def test_codecs(tmp_path: Path) -> None:
     """The codecs' benchmark runs, and prints each one's way there and back."""
     table, rows = run_quick("codecs.py", tmp_path, seconds=200)
@@ -70,6 +75,7 @@ def test_codecs(tmp_path: Path) -> None:
     assert all(row in table for row in rows)
 
 
+@NIGHTLY
 def test_slow_link(tmp_path: Path) -> None:
     """The benchmark of slow links runs on shaped links, where the machine has them, and says so where not."""
     done = run_python(BENCHMARKS / "slow_link.py", "--quick", "--only", "bytegrad", "local SGD, 16", timeout=200)
@@ -80,6 +86,7 @@ def test_slow_link(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == ["ddp", "bytegrad", "local"]
 
 
+@NIGHTLY
 def test_report(tmp_path: Path) -> None:
     """The benchmark of the report runs, and prints a line for each thing it compares."""
     table, rows = run_quick("report.py", tmp_path, seconds=200)
@@ -87,6 +94,7 @@ def test_report(tmp_path: Path) -> None:
     assert all(row in table for row in rows)
 
 
+@NIGHTLY
 def test_slow_loops(tmp_path: Path) -> None:
     """The benchmark of slow loops runs, and prints what was found in each, and how often that was right."""
     table, rows = run_quick("slow_loops.py", tmp_path, seconds=200)
@@ -97,6 +105,7 @@ def test_slow_loops(tmp_path: Path) -> None:
     assert "a quick run leaves out: slow_forward_on_one, " in table
 
 
+@NIGHTLY
 def test_clusters(tmp_path: Path) -> None:
     """The cluster benchmark runs; hand-written torch may fail to start again, and is then quoted."""
     table, rows = run_quick("clusters.py", tmp_path, seconds=170)
@@ -104,6 +113,7 @@ def test_clusters(tmp_path: Path) -> None:
     assert len(rows) + table.count("which failed: ") == 4
 
 
+@NIGHTLY
 def test_data(tmp_path: Path) -> None:
     """The data benchmark runs on two ranks, and prints a line for each size, each way but one and the middle."""
     table, rows = run_quick("data.py", tmp_path, seconds=200)
@@ -112,6 +122,7 @@ def test_data(tmp_path: Path) -> None:
     assert "a quick run leaves out: Fabric" in table
 
 
+@NIGHTLY
 def test_launch(tmp_path: Path) -> None:
     """The launch benchmark starts every way to launch but some peers', and prints a line for each."""
     table, rows = run_quick("launch.py", tmp_path, seconds=200)
@@ -120,6 +131,7 @@ def test_launch(tmp_path: Path) -> None:
     assert "a quick run leaves out: Fabric ddp_fork, Fabric ddp_spawn, torchrunx" in table
 
 
+@NIGHTLY
 def test_against_another_checkout(tmp_path: Path) -> None:
     """A benchmark runs on two checkouts in turns, here this one twice, and prints the ratio of every row."""
     figures = tmp_path / "figures.json"
@@ -131,6 +143,7 @@ def test_against_another_checkout(tmp_path: Path) -> None:
     assert all(" times" in row["figure"] and row["figure"] in done.stdout for row in rows)
 
 
+@NIGHTLY
 def test_imports(tmp_path: Path) -> None:
     """The benchmark of imports runs, and prints what distwrap takes beside torch."""
     table, rows = run_quick("imports.py", tmp_path, seconds=170)
@@ -138,6 +151,7 @@ def test_imports(tmp_path: Path) -> None:
     assert all(row in table for row in rows)
 
 
+@NIGHTLY
 def test_control_plane(tmp_path: Path) -> None:
     """The benchmark of the side channel runs with 64 ranks, all of which answer."""
     table, rows = run_quick("control_plane.py", tmp_path, seconds=170)

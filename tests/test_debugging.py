@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import select
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import distwrap as dw
 from distwrap.errors import OptionError, PlacementError
 from distwrap.testing import run_ranks
-from tests.slow import INTERPRETERS, slow
+from tests.forked_commands import PYTHON
 
 LIMIT = 60.0
 
@@ -43,7 +42,7 @@ class Terminal:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
-            os.execv(sys.executable, [sys.executable, *arguments])
+            os.execv(PYTHON, [PYTHON, *arguments])
 
     def wait_for(self, text: str) -> None:
         """Read until the text has come; fail after a limit."""
@@ -73,13 +72,12 @@ class Terminal:
         return code
 
 
-@pytest.mark.parametrize(
-    ("launcher", "limit"), [("fork", 2), slow("forkserver", 8, why=INTERPRETERS), slow("script", 8, why=INTERPRETERS)]
-)
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_one_rank_has_the_terminal(launcher: str, limit: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["fork", "script"])
+@pytest.mark.slow("waits for a limit to pass")
+def test_one_rank_has_the_terminal(launcher: str, tmp_path: Path) -> None:
     """The chosen rank can be looked at, stepped and changed, for longer than a collective may take."""
     (tmp_path / "program.py").write_text(PROGRAM)
+    limit = 3
     terminal = Terminal(["program.py", launcher, str(limit)], tmp_path)
     terminal.wait_for("(Pdb)")
     time.sleep(limit + 1)  # the time limit of a collective, and of a rank that does not move

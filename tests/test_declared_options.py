@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from distwrap import decorator, distributed, registry
+from distwrap import decorator, registry
 from distwrap.decorator import GivenOptions
 from distwrap.former_names import LAUNCHER_OF_STRATEGY
 from distwrap.name_table import Registry
@@ -79,15 +78,6 @@ def test_names_that_an_editor_offers(names: Any, table: Registry[Any]) -> None:
     offered = {*get_args(names)}
     assert offered >= table._own
     assert offered - table._own <= ({*LAUNCHER_OF_STRATEGY} if table is registry.strategies else set())
-
-
-def test_docstring_of_the_decorator() -> None:
-    """It explains each option, in the order of the fields, and names each variable."""
-    text = inspect.getdoc(distributed) or ""
-    explained = re.findall(r"^    (\w+): ", text[text.index("Args:") : text.index("Returns:")], re.MULTILINE)
-    assert explained == ["fn", *FIELDS]
-    named = re.findall(r"``(?:DISTWRAP)?(_[A-Z_]+)(?:=1)?``", text[text.index("Environment:") :])
-    assert {f"DISTWRAP{name}" for name in named} == {*VARIABLES, "DISTWRAP_DISABLE"}
 
 
 def test_table_of_the_docs() -> None:

@@ -2,57 +2,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import pkgutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 import distwrap
-from tests.slow import INTERPRETERS
-
-OPTIONAL = ["cloudpickle", "tqdm", "sklearn", "matplotlib"]
-
-# torch imports some of them itself where they are there; so they are made impossible to import.
-PROBE = """
-import json, os, sys, threading
-for name in {blocked}: sys.modules[name] = None
-import torch
-before = dict(os.environ), sys.path[:], torch.get_rng_state(), torch.get_num_threads()
-os_threads = len(os.listdir("/proc/self/task"))
-import {imports}
-after = dict(os.environ), sys.path[:], torch.get_rng_state(), torch.get_num_threads()
-children = [open(f"/proc/self/task/{{task}}/children").read() for task in os.listdir("/proc/self/task")]
-print(json.dumps({{
-    "threads": [thread.name for thread in threading.enumerate()],
-    "new threads": len(os.listdir("/proc/self/task")) - os_threads,
-    "children": "".join(children).split(),
-    "unchanged": before[:2] == after[:2] and torch.equal(before[2], after[2]) and before[3] == after[3],
-    "group": torch.distributed.is_initialized(),
-    "cuda": torch.cuda.is_initialized(),
-}}))
-"""
-
-
-def imported(imports: str) -> subprocess.CompletedProcess[str]:
-    """Import in a fresh interpreter that has none of the optional packages, and print what that did."""
-    return subprocess.run(
-        [sys.executable, "-c", PROBE.format(blocked=OPTIONAL, imports=imports)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def report() -> Any:
-    """What importing distwrap did; that it worked at all shows that it needs no optional package."""
-    done = imported("distwrap")
-    assert (done.returncode, done.stderr) == (0, "")
-    return json.loads(done.stdout)
+from tests.interpreters import run_python
 
 
 def test_all_is_sorted_and_without_repeats() -> None:
@@ -77,23 +33,6 @@ def test_nothing_public_is_left_out() -> None:
         name for name, value in vars(distwrap).items() if not name.startswith("_") and not inspect.ismodule(value)
     }
     assert public <= set(distwrap._PUBLIC)
-
-
-def test_an_import_of_an_optional_package_would_be_seen() -> None:
-    """`import distwrap` needs no optional package: each test below would fail, as importing one of them does here."""
-    assert "ModuleNotFoundError: import of tqdm halted" in imported("distwrap, tqdm").stderr
-
-
-def test_importing_starts_nothing(report: dict[str, Any]) -> None:
-    """`import distwrap` starts no thread and no process, makes no group, and touches no accelerator."""
-    assert report["threads"] == ["MainThread"]
-    assert (report["new threads"], report["children"]) == (0, [])
-    assert (report["group"], report["cuda"]) == (False, False)
-
-
-def test_importing_changes_nothing(report: dict[str, Any]) -> None:
-    """`import distwrap` leaves the environment, the import path, the random numbers and torch's threads alone."""
-    assert report["unchanged"]
 
 
 def names_in_source() -> dict[str, str]:
@@ -127,7 +66,7 @@ def test_all_can_be_imported_at_once() -> None:
 def test_modules_and_wrong_names_of_the_package() -> None:
     """A module can be reached as an attribute without an import of its own; a name that there is not is an error."""
     code = "import distwrap; print(distwrap.comm.traffic.__name__, hasattr(distwrap, 'nothing'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-c", code, timeout=60)
     assert done.stdout.split() == ["traffic", "False"], done.stderr
 
 
@@ -146,16 +85,8 @@ for module in sorted(set(distwrap._MODULE_OF.values())):
 """
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("a fork for each module")
 def test_each_module_can_be_the_first() -> None:
     """Names are imported when first used, in any order; so no module may need another one to have been imported."""
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=100, check=False)
+    done = run_python("-c", FIRST, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_importing_is_cheap() -> None:
-    """`import distwrap` leaves to the first use what takes long to import; benchmarks/imports.py has the times."""
-    late = {"torch.distributed.nn", "pdb", "wrapt", "importlib.metadata", "distwrap.launch", "distwrap.launch.elastic"}
-    code = f"import sys, torch\nhad = set(sys.modules)\nimport distwrap\nprint(({{*sys.modules}} - had) & {late})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.strip() == "set()", done.stderr

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from distwrap import locked_folder
+from distwrap.network.waiting import wait_until
+from tests.forked_commands import PYTHON
+from tests.limits import SOON
 
 HOLDER = """
 import os, signal
@@ -19,7 +21,7 @@ from distwrap import locked_folder
 folder = locked_folder.make("x")
 fork = os.fork()  # it lives on, and is not the owner
 if fork:
-    print(folder, fork, flush=True)
+    print(folder, os.getpid(), fork, flush=True)
 signal.pause()
 """
 
@@ -44,16 +46,17 @@ def test_it_is_ours_until_we_remove_it(temporary: Path) -> None:
 
 def test_a_killed_owners_is_removed(temporary: Path) -> None:
     """As soon as its owner is gone, though a fork of it lives, and only where its kind is asked for."""
-    command = [sys.executable, "-c", HOLDER]
+    command = [PYTHON, "-c", HOLDER]
     env = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        name, fork = holder.stdout.readline().split()
+        name, owner, fork = holder.stdout.readline().split()
         folder = Path(name)
         locked_folder.remove_abandoned("x")
         assert folder.exists()
         holder.kill()
         holder.wait(20)
+        assert wait_until(lambda: not Path(f"/proc/{owner}").exists(), SOON)
         seen: list[Path] = []
         locked_folder.remove_abandoned("other")
         assert folder.exists()

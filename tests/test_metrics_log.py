@@ -22,7 +22,6 @@ from distwrap.group.world import current_world
 from distwrap.metrics_log import MetricsLog
 from distwrap.testing import run_ranks
 from tests.interpreters import run_python
-from tests.slow import INTERPRETERS
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -438,7 +437,7 @@ dw.log({"x": 1}, to="stdout")
 """
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("a program")
 def test_without_the_packages() -> None:
     """A logger whose package is not installed is named with the line that installs it; the others need none."""
     done = run_python("-c", WITHOUT_LOGGERS, timeout=60, check=True)

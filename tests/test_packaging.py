@@ -60,7 +60,7 @@ def test_everything_of_the_repository_is_in_it(unpacked: Path) -> None:
         assert (unpacked / name).exists(), name
 
 
-@pytest.mark.slow("builds what would be released")
+@pytest.mark.nightly(row="packaging", why="docs/check.py reads the README")
 def test_page_of_the_package(unpacked: Path) -> None:
     """The page of the package has the README, without links into the repository, which would lead nowhere there."""
     page = (unpacked / "PKG-INFO").read_text()
@@ -68,11 +68,11 @@ def test_page_of_the_package(unpacked: Path) -> None:
     assert not [link for link in re.findall(r"\]\(([^)]+)\)", page) if not link.startswith(("http", "#"))]
 
 
-@pytest.mark.slow("runs tests out of what would be released")
+@pytest.mark.nightly(row="packaging", why="test_everything_of_the_repository_is_in_it")
 def test_tests_run_from_it(unpacked: Path) -> None:
     """Tests can be run from the unpacked distribution."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_declared_options.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_options.py"],
         cwd=unpacked,
         env={**os.environ, "PYTHONPATH": str(unpacked)},
         capture_output=True,
@@ -120,7 +120,7 @@ def run_elsewhere(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow("builds and installs a wheel, and trains an example to the end")
+@pytest.mark.nightly(row="packaging", why="`make check` builds it, and tests run its source")
 def test_the_wheel_runs_an_example_in_an_empty_environment(elsewhere: Path) -> None:
     """Installed from the wheel, with nothing of the checkout in sight, distwrap trains the digits on two ranks."""
     found, version = run_elsewhere(elsewhere, "-c", "import distwrap as d; print(d.__file__, d.__version__)").split()
@@ -130,7 +130,7 @@ def test_the_wheel_runs_an_example_in_an_empty_environment(elsewhere: Path) -> N
     assert (elsewhere / "digits.pt").exists()
 
 
-@pytest.mark.slow("builds and installs a wheel, and starts interpreters")
+@pytest.mark.nightly(row="packaging", why="`make check` builds it, and cli/ runs the commands")
 def test_the_wheel_has_the_commands(elsewhere: Path) -> None:
     """Installed from the wheel, ``python -m distwrap`` shows its commands and converts a script; ``distwrap`` is it."""
     assert "convert-checkpoint" in run_elsewhere(elsewhere, "-m", "distwrap")
@@ -140,7 +140,7 @@ def test_the_wheel_has_the_commands(elsewhere: Path) -> None:
     assert "+    model = wrap_model(Net())" in diff
 
 
-@pytest.mark.slow("builds and checks both distributions, twice")
+@pytest.mark.nightly(row="packaging", why="`make check` builds one")
 def test_a_release_is_the_same_each_time(tmp_path: Path) -> None:
     """What `make dist` builds passes its checks, and has the same bytes when it is built again."""
     for tool in ("build", "twine", "check_wheel_contents"):
@@ -205,7 +205,7 @@ def test_the_conda_recipe_asks_for_what_setup_asks_for() -> None:
     assert SETUP["options"]["python_requires"] == f">={oldest}"
 
 
-@pytest.mark.slow("needs py-rattler-build, which is no part of the extras")
+@pytest.mark.nightly(row="packaging", why="test_the_conda_recipe_asks_for_what_setup_asks_for")
 def test_the_conda_recipe_is_rendered() -> None:
     """rattler-build makes one package of the recipe, for any platform and Python."""
     rattler_build = pytest.importorskip("rattler_build")

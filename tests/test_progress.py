@@ -10,7 +10,6 @@ from tqdm.auto import tqdm
 import distwrap as dw
 from distwrap.testing import run_ranks
 from tests.interpreters import run_python
-from tests.slow import INTERPRETERS
 
 
 def test_a_bar_on_rank_zero_and_silence_elsewhere(capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +64,7 @@ assert list(dw.progress("ab", disable=True, leave=False)) == ["a", "b"]
 """
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("a program")
 def test_without_tqdm_it_is_a_line_of_text() -> None:
     """Where tqdm is not installed, a line says how many there were, with the total where that is known."""
     result = run_python("-W", "error", "-c", WITHOUT_TQDM, timeout=60)

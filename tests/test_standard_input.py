@@ -11,7 +11,7 @@ from distwrap.errors import PlacementError
 from distwrap.standard_input import NoInput
 from tests.interpreters import run_python
 from tests.limits import SOON
-from tests.slow import INTERPRETERS, slow
+from tests.slow import slow
 from tests.test_debugging import Terminal
 
 PIPED = """
@@ -60,7 +60,7 @@ def test_a_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sys.stdin.isatty()
 
 
-@pytest.mark.parametrize("launcher", ["fork", *(slow(name, why=INTERPRETERS) for name in ("forkserver", "spawn"))])
+@pytest.mark.parametrize("launcher", ["fork", *(slow(name, why="[fork]") for name in ("forkserver", "spawn"))])
 def test_a_pipe_is_read_by_rank_zero(launcher: str, tmp_path: Path) -> None:
     """What is piped into a program comes to rank 0 whole."""
     (tmp_path / "program.py").write_text(PIPED)
@@ -68,7 +68,7 @@ def test_a_pipe_is_read_by_rank_zero(launcher: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.slow("a program")
 @pytest.mark.parametrize("launcher", ["fork", "script"])
 def test_the_terminal_is_rank_zeros(launcher: str, tmp_path: Path) -> None:
     """Rank 0 asks for all ranks; a debugger on another one ends the run with what to write."""
@@ -81,7 +81,7 @@ def test_the_terminal_is_rank_zeros(launcher: str, tmp_path: Path) -> None:
     assert terminal.exit_code() == 1
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.slow("a program")
 def test_the_top_of_a_script_that_runs_again(tmp_path: Path) -> None:
     """A rank that runs the script again takes nothing of the input there, which is rank 0's."""
     top = "import sys, distwrap as dw\nprint('read', input(), flush=True)\n"

@@ -12,8 +12,8 @@ from distwrap.cli import main
 from distwrap.cli.doctor_report import disagreements
 from distwrap.cli.facts import Facts, look
 from distwrap.cli.measure import AllReduceTime
-from tests.clusters.running import PYTHON, run
-from tests.slow import INTERPRETERS
+from tests.clusters.running import run
+from tests.forked_commands import PYTHON, forked_commands
 
 DOCTOR = [PYTHON, "-m", "distwrap", "doctor"]
 
@@ -101,10 +101,11 @@ def test_bad_arguments_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> No
     assert "invalid int value: 'two'" in capsys.readouterr().err
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("under torchrun")
 def test_under_torchrun_it_speaks_for_the_whole_job() -> None:
     """Every rank runs it, and one report comes out, with the ranks that torchrun started."""
-    done = run([PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *DOCTOR[2:]])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run([PYTHON, *torchrun, "-m", *DOCTOR[2:]], **forked_commands())
     assert done.code == 0, done.output
     assert done.output.count("Who started this process: torchrun") == 1
     assert "2 on 1 node(s), started by torchrun; this is rank 0" in done.output

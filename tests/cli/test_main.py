@@ -14,32 +14,9 @@ import pytest
 
 import distwrap
 from distwrap.cli import COMMANDS, main
-from tests.slow import INTERPRETERS
+from tests.forked_commands import PYTHON
 
 ROOT = str(Path(distwrap.__file__).parents[1])
-
-# What an installed console script does, with modules and words of its own.
-CONSOLE_SCRIPT = """
-import sys
-
-from distwrap.cli import main
-
-code = 0
-try:
-    main()
-except SystemExit as error:
-    code = error.code
-print("torch" in sys.modules, file=sys.stderr)
-sys.exit(code)
-"""
-
-
-def asked(script: Path, *words: str) -> tuple[str, str, int]:
-    """Run the command as it is called when it is installed; return what it prints and its exit code."""
-    script.write_text(CONSOLE_SCRIPT)
-    command = [sys.executable, script, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={"PYTHONPATH": ROOT})
-    return done.stdout, done.stderr, done.returncode
 
 
 @pytest.mark.parametrize(
@@ -113,29 +90,10 @@ def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert "unknown command 'convrt'. Did you mean 'convert'? Known: check, " in capsys.readouterr().err
 
 
-def test_the_name_is_the_one_it_was_called_by(tmp_path: Path) -> None:
-    """As a console script it is called distwrap, and neither --help nor --version waits for torch."""
-    out, err, code = asked(tmp_path / "distwrap", "help", "check")
-    assert (out.splitlines()[0], err.strip(), code) == (
-        "usage: distwrap check [-h] SCRIPT.py [SCRIPT.py ...]",
-        "False",
-        0,
-    )
-    assert "  distwrap check train.py\n" in out
-    for words in (["--version"], ["--help"], []):
-        out, err, code = asked(tmp_path / "distwrap", *words)
-        assert (err.strip(), code) == ("False", 0), words
-
-
-@pytest.mark.slow(INTERPRETERS)
-def test_any_other_program_has_torch(tmp_path: Path) -> None:
-    """In a program that is not the command, `import distwrap` imports torch, and watches its first use."""
-    assert asked(tmp_path / "train", "--version")[1].strip() == "True"
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(("command", "code"), [("--help", 0), ("help check", 0), ("report", 1), ("check", 1)])
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.parametrize(
+    ("command", "code", "unbuffered"), [("--help", 0, "1"), ("help check", 0, ""), ("report", 1, "1"), ("check", 1, "")]
+)
+@pytest.mark.slow("a program")
 def test_a_reader_that_leaves_early(command: str, code: int, unbuffered: str, tmp_path: Path) -> None:
     """A command whose output is no longer read, as after ``| head``, ends without a word.
 
@@ -146,7 +104,7 @@ def test_a_reader_that_leaves_early(command: str, code: int, unbuffered: str, tm
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "distwrap", *words],
+        [PYTHON, "-m", "distwrap", *words],
         env={**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": unbuffered},
         stdout=write,
         stderr=subprocess.PIPE,
@@ -157,23 +115,6 @@ def test_a_reader_that_leaves_early(command: str, code: int, unbuffered: str, tm
     os.close(write)
     assert done.stderr == ""
     assert done.returncode in ([code, 141] if unbuffered else [code])  # argparse has its own way
-
-
-def test_the_ranks_of_a_run_are_shown_without_torch(tmp_path: Path) -> None:
-    """``where`` only reads what ranks show, and need not wait for torch."""
-    out, err, _ = asked(tmp_path / "distwrap", "where", str(2**22 + 1))
-    assert (out, err.splitlines()[0]) == ("", f"distwrap: there is no process {2**22 + 1} on this node.")
-    assert err.splitlines()[1:] == ["False"]
-
-
-def test_as_a_module_it_does_not_wait_for_torch() -> None:
-    """``python -m distwrap --version`` imports no torch."""
-    command = [sys.executable, "-X", "importtime", "-m", "distwrap", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("distwrap ")
-    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
-    assert "distwrap.cli" in imported
-    assert "torch" not in imported
 
 
 def test_the_package_brings_the_command() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 
 from distwrap.cli import main
+from tests.interpreters import run_python
 
 
 def model() -> nn.Module:
@@ -210,8 +209,6 @@ def test_a_large_file_needs_little_memory(tmp_path: Path) -> None:
         "assert main(['strip', sys.argv[1], '--dry-run']) == 0\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "in.pt")], capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-c", code, tmp_path / "in.pt", timeout=60)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) < 100_000  # kilobytes

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreters import run_python
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import copy
@@ -51,7 +53,7 @@ def lowest(package: str) -> str:
     return found[1]
 
 
-@pytest.mark.slow("installs a package")
+@pytest.mark.nightly(row="versions", why="other tests of this folder, with the wrapt that is installed")
 def test_the_lowest_wrapt(tmp_path: Path) -> None:
     """Plain functions, methods, static methods, copies and rank-zero functions work with it."""
     version = f"{lowest('wrapt')}.0"
@@ -60,12 +62,6 @@ def test_the_lowest_wrapt(tmp_path: Path) -> None:
     if done.returncode != 0:
         pytest.skip(f"pip cannot install wrapt {version} here: {done.stderr.strip()[-200:]}")
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "wrapt"), str(ROOT)])},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    path = os.pathsep.join([str(tmp_path / "wrapt"), str(ROOT)])
+    done = run_python(tmp_path / "program.py", env={**os.environ, "PYTHONPATH": path}, timeout=90)
     assert done.stdout.splitlines() == [f"{version} 2 4 6", "6 3 4 rank 0"], done.stderr

@@ -152,7 +152,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch and a stand-in")
+@pytest.mark.nightly(row="accelerator", why="test_torch_xlas_own_launch, and test_gaudi")
 def test_ascend_trains_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that torch does not load by itself is imported by caller and ranks, which train on its devices."""
     if (why := missing()) is not None:

@@ -1,15 +1,16 @@
-"""Cells that are run by a process of its own, which is asked for one after the other."""
+"""Cells that are run by a process of its own, a fork, which is asked for one after the other."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.forked_commands import PYTHON, forked_commands
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 100.0
@@ -31,9 +32,9 @@ if __name__ == "__main__":
 def asked(run: Any, cell: type) -> Iterator[subprocess.Popen[str]]:
     """Start a process that runs cells of a class by a function, for the time of a ``with``."""
     code = CODE.format(module=run.__module__, run=run.__name__, cells=cell.__module__, cell=cell.__name__)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # its ranks find this package too
+    env = {**os.environ, **forked_commands(), "PYTHONPATH": str(ROOT)}  # its ranks find this package too
     with subprocess.Popen(
-        [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [PYTHON, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         yield process
         assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""Some faults in divided models, of each strategy a few; `make faults-divided` runs all of them, under load."""
+"""A fault in a divided model; in `make nightly` some of each strategy, and by `make faults-divided` all, under load."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.faults.asked import asked, check
 from tests.faults.divided import run_divided
 from tests.faults.divided_cells import NAMES, ODD, PLACES, DividedCell, all_cells, expected
+from tests.slow import nightly
 
 QUICK = [
     DividedCell("fsdp", "rank 1", "raise in a backward"),
@@ -43,7 +44,9 @@ def runner() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.mark.parametrize("cell", QUICK, ids=str)
+@pytest.mark.parametrize(
+    "cell", [QUICK[0], *(nightly(cell, row="faults", why="the first of them") for cell in QUICK[1:])], ids=str
+)
 @pytest.mark.slow("one fault after the other in a divided model")
 def test_a_fault(cell: DividedCell, runner: subprocess.Popen[str]) -> None:
     """The caller knows in time, by the right exception, with the rank and the first cause, and nothing is left."""

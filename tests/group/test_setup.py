@@ -17,7 +17,7 @@ from distwrap.testing import run_ranks
 from tests.by_hand import by_hand
 from tests.interpreters import run_python
 from tests.limits import SOON
-from tests.slow import INTERPRETERS, slow
+from tests.slow import nightly
 
 LIMIT = 60.0
 
@@ -45,7 +45,6 @@ def test_a_single_process_is_left_as_it_is() -> None:
     assert dw.device().type in ("cpu", "cuda")
 
 
-@pytest.mark.slow(INTERPRETERS)
 def test_with_torchruns_variables(tmp_path: Path) -> None:
     """Ranks join, a second call is a no-op, rank queries hold before, during and after, and a second group works."""
     outputs = outputs_of(
@@ -66,7 +65,7 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
     assert told == [["sum 1", "sum 3", "done"]] * 2, outputs
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("two programs")
 def test_the_store_of_the_group_before(tmp_path: Path) -> None:
     """A rank that is early for the next group waits where rank 0 still closes the store of the one before."""
     all_end_well(
@@ -80,7 +79,7 @@ def test_the_store_of_the_group_before(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("two programs")
 def test_a_model_of_the_group_before(tmp_path: Path) -> None:
     """What torch has made around a model holds the store: the next group found the port taken by this very process."""
     all_end_well(
@@ -91,7 +90,7 @@ def test_a_model_of_the_group_before(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("two programs")
 def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
     """Where the user has made a group, helpers and decorated functions use it, and it outlives them."""
     outputs = outputs_of(
@@ -105,7 +104,7 @@ def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
     assert outputs == ["torch.distributed 1\n[0, 1]\n"] * 2
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("two programs")
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     """When a rank does not come, those that wait say which one, in time."""
     start = time.monotonic()
@@ -115,7 +114,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     assert all("2 of 3 ranks are here; missing: rank 2" in output for output in outputs), outputs
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.slow("a program")
 def test_a_helper_before_the_group_is_refused(tmp_path: Path) -> None:
     """A collective before setup_process_group says what to call."""
     (tmp_path / "early.py").write_text("import distwrap as dw\ndw.barrier()\n")
@@ -174,8 +173,10 @@ def test_who_leaves_waits_for_who_still_connects() -> None:
     assert run_ranks(connections, 2)[0]
 
 
-@pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why=INTERPRETERS), slow("script", why=INTERPRETERS)])
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.parametrize(
+    "launcher", ["script", *(nightly(name, row="products", why="[script]") for name in ("fork", "forkserver"))]
+)
+@pytest.mark.slow("a program")
 def test_plain_torch_works_in_a_rank(launcher: str, tmp_path: Path) -> None:
     """Code that uses torch.distributed itself works in a decorated function."""
     (tmp_path / "plain.py").write_text(

@@ -15,7 +15,9 @@ import pytest
 from distwrap.errors import CollectiveError
 from distwrap.group.signing import sign, verify
 from distwrap.supervision.failure_news import NEWS_SECONDS
-from tests.slow import INTERPRETERS, slow
+from tests.forked_commands import PYTHON, forked_commands
+from tests.interpreters import interpreter
+from tests.slow import nightly
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,6 +158,12 @@ def _listening(pids: set[int]) -> dict[int, str]:
     return ports
 
 
+def _forks() -> set[int]:
+    """The programs of this test: the caller, or torchrun."""
+    folder = Path(f"/proc/{interpreter().pid}/task/{interpreter().pid}")
+    return set(map(int, (folder / "children").read_text().split()))
+
+
 def _documented(launcher: str) -> Counter[str]:
     """How many ports docs/explanation/security.md says that a run of two ranks opens, by address."""
     rows = [
@@ -174,8 +182,8 @@ def _documented(launcher: str) -> Counter[str]:
 
 ADDRESSES = {"0100007F": "127.0.0.1", "00000000": "all addresses", 32 * "0": "all addresses"}
 STARTED_BY = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-    "mpirun": ["mpirun.mpich", "-np", "2", sys.executable],
+    "torchrun": [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "mpirun": ["mpirun.mpich", "-np", "2", PYTHON],
 }
 
 
@@ -183,18 +191,22 @@ STARTED_BY = {
 @pytest.mark.parametrize(
     "launcher",
     [
-        "fork",
         "elastic",
-        *(slow(name, why=INTERPRETERS) for name in ("forkserver", "spawn", "script", "torchrun", "mpirun")),
+        "forkserver",
+        "script",
+        "torchrun",
+        nightly("fork", row="products", why="[elastic] and [forkserver]"),
+        nightly("spawn", row="products", why="[forkserver]"),
+        nightly("mpirun", row="mpi", why="[torchrun], which starts ranks as it does"),
     ],
 )
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.slow("a program, and a stranger beside it")
 def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
     """Another user can open no file or memory of a run, and finds no secret; what it says and sends changes nothing.
 
     It can only connect to the ports that docs/explanation/security.md lists.
     """
-    command = STARTED_BY.get(launcher, [sys.executable])
+    command = STARTED_BY.get(launcher, [PYTHON])
     if shutil.which(command[0]) is None:
         pytest.skip(f"not installed: {command[0]}")
     program = tmp_path / "program.py"
@@ -204,7 +216,7 @@ def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
     run = subprocess.Popen(
         [*command, program],
         cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(temporary)},
+        env={**os.environ, **forked_commands(), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -217,7 +229,7 @@ def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.05)
-        pids = {run.pid, *(int(note.read_text()) for note in notes)}
+        pids = {run.pid, *_forks(), *(int(note.read_text()) for note in notes)}
         mpiruns = _listening({run.pid}) if launcher == "mpirun" else {}  # which its children hold too
         ports = {port: address for port, address in _listening(pids).items() if port not in mpiruns}
         seen = Counter(ADDRESSES.get(address, address) for address in ports.values())

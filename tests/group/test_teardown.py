@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_commands import forked_commands
 from tests.interpreters import run_python
-from tests.slow import INTERPRETERS, slow
+from tests.slow import nightly
 
 LIMIT = 60.0
 
@@ -44,12 +45,20 @@ if __name__ == "__main__":
 """
 
 
-OTHERS = ["forkserver", "spawn", "script", "torchrun", "torchrun by hand"]
+OTHERS = ["forkserver", "script", "torchrun"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@pytest.mark.parametrize("how", ["fork", *(slow(how, why=INTERPRETERS) for how in OTHERS)])
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.parametrize(
+    "how",
+    [
+        *OTHERS,
+        nightly("fork", row="products", why="[script] and [forkserver]"),
+        nightly("spawn", row="products", why="[forkserver]"),
+        nightly("torchrun by hand", row="products", why="[torchrun]"),
+    ],
+)
+@pytest.mark.slow("a program")
 def test_nothing_is_said(how: str, tmp_path: Path) -> None:
     """A run that ends well leaves standard error empty, under every launcher, with warnings on."""
     warnings = ["-W", "always", "-W", "ignore:`torch.jit:DeprecationWarning"]
@@ -67,7 +76,7 @@ dw.barrier()
 """
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("a program under torchrun")
 def test_who_forgets_the_teardown_ends_well(tmp_path: Path) -> None:
     """The interpreter's end does not find the side channel's thread in native code, which would abort the rank."""
     _says_nothing(tmp_path, FORGETS, *TORCHRUN)
@@ -89,7 +98,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("a program under torchrun")
 def test_nothing_keeps_the_store(tmp_path: Path) -> None:
     """It goes with the group, not when the collector comes: a second set-up at the same port was refused."""
     _says_nothing(tmp_path, KEEPS, *TORCHRUN)
@@ -104,7 +113,7 @@ def _says_nothing(folder: Path, text: str, *options: str, arguments: Sequence[st
         program,
         *arguments,
         cwd=folder,
-        env={**os.environ, "DISTWRAP_QUIET": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **forked_commands(), "DISTWRAP_QUIET": "1", "OMP_NUM_THREADS": "1"},
         timeout=LIMIT,
     )
     assert (done.returncode, done.stderr) == (0, "")

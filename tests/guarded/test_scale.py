@@ -61,7 +61,7 @@ def memory() -> float:
     return int(found[1]) / 1000
 
 
-@pytest.mark.slow("128 ranks, twice")
+@pytest.mark.nightly(row="long", why="faults/test_scale.py: many ranks, with a fault in one")
 def test_128_ranks() -> None:
     """They start under fork, exchange and stop, with some 12 MB each."""
 
@@ -74,7 +74,7 @@ def test_128_ranks() -> None:
         assert many() < 30
 
 
-@pytest.mark.slow("objects of 100 MB")
+@pytest.mark.nightly(row="long", why="group/test_collectives.py, with few of them")
 def test_many_tensors_and_objects() -> None:
     """A thousand tensors, even or not, and a million objects."""
 
@@ -92,7 +92,7 @@ def test_many_tensors_and_objects() -> None:
     assert run_ranks(on_rank, 2, timeout=110) == [OBJECTS] * 2
 
 
-@pytest.mark.slow("a model of a thousand parameters")
+@pytest.mark.nightly(row="long", why="strategies/test_conformance.py, with few of them")
 def test_a_model_of_a_thousand_parameters() -> None:
     """It is wrapped, trained and compared."""
 
@@ -109,7 +109,7 @@ def test_a_model_of_a_thousand_parameters() -> None:
     assert run_ranks(on_rank, 2, timeout=110) == [MANY] * 2
 
 
-@pytest.mark.slow("needs 12 GB of memory")
+@pytest.mark.nightly(row="long", why="launch/test_transport.py, with hundreds of megabytes")
 def test_a_result_of_two_gigabytes() -> None:
     """More than 2**31 bytes come home whole; the rank and the caller each take three times as much."""
     found = re.search(r"^MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)

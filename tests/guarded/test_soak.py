@@ -9,7 +9,7 @@ import pytest
 from tests.guarded.soak import LIMITS, grown, growth, soak
 
 
-@pytest.mark.slow("trains for 40 s")
+@pytest.mark.nightly(row="long", why="faults/test_scale.py::test_launches_in_a_row, of launches")
 def test_a_long_training_takes_no_more_and_more() -> None:
     """Checkpoints in the background, loader workers, lockstep, evaluations: all that they take, they give back."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own has too long a name for the workers' sockets

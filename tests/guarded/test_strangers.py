@@ -26,6 +26,7 @@ from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.failure_news import FailureNews
 from distwrap.supervision.hang_report import ask_all, last_seen
+from tests.slow import nightly
 
 SECRET = 32 * b"s"
 HUGE = str(10**12)
@@ -60,12 +61,13 @@ def meeting() -> Iterator[tuple[Any, list[Channel]]]:
 @pytest.mark.parametrize(
     ("rank", "key", "value"),
     [
-        (0, "here/1", "junk"),
         (0, "here/1", "{}"),
-        (0, "here/1", 100_000 * "["),
         (0, "asked/thing", HUGE),
-        (1, "asked/thing", HUGE),
         (1, "asked/thing", "junk"),
+        *(
+            nightly(*each, row="products", why="the other junk")
+            for each in [(0, "here/1", "junk"), (0, "here/1", 100_000 * "["), (1, "asked/thing", HUGE)]
+        ),
     ],
 )
 @pytest.mark.slow("waits for a limit to pass")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import distwrap as dw
 from distwrap import distributed
+from distwrap.launch import supervisor
 from distwrap.launch.processes import OomCount, describe_exit
 
 
@@ -39,62 +37,6 @@ def test_this_group_is_counted() -> None:
     assert OomCount()() in (0, None)
 
 
-PROGRAM = """
-import distwrap as dw
-
-@dw.distributed(nprocs=2, launcher="fork")
-def main():
-    if dw.rank() == 1:
-        hoard = [bytearray(1 << 24) for _ in range(200)]
-    dw.barrier()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group in which 600 MB are all there is; skip where none can be made."""
-    lines = Path("/proc/self/cgroup").read_text().splitlines()
-    old = next((line.split(":", 2)[2] for line in lines if "memory" in line.split(":")[1].split(",")), None)
-    new = next((line.split(":", 2)[2] for line in lines if line.startswith("0::")), "/")
-    if old is not None:
-        group, limit = Path("/sys/fs/cgroup/memory") / old.lstrip("/") / "distwrap-test", "memory.limit_in_bytes"
-    else:
-        group, limit = Path("/sys/fs/cgroup") / new.lstrip("/") / "distwrap-test", "memory.max"
-    try:
-        group.mkdir()
-        (group / limit).write_text(str(600 << 20))
-        for swap in ("memory.memsw.limit_in_bytes", "memory.swap.max"):
-            with contextlib.suppress(OSError):
-                (group / swap).write_text("0" if swap.endswith("max") else str(600 << 20))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        pytest.skip(f"no control group can be made here: {error}")
-    yield group
-    group.rmdir()
-
-
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_the_kernel_ends_a_rank_for_want_of_memory(small_group: Path, tmp_path: Path) -> None:
-    """A rank that takes more memory than there is comes back with the kernel's count."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, program],
-        preexec_fn=lambda: (small_group / "cgroup.procs").write_text(str(os.getpid())),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "WorkerDiedError: rank 1 on" in done.stderr
-    assert "killed by SIGKILL (the kernel killed 1 process of this control group during the run" in done.stderr
-
-
 @pytest.mark.parametrize("launcher", ["fork", "forkserver"])
 def test_a_bad_end_after_success(launcher: str) -> None:
     """A rank that breaks while it leaves costs no result, but a warning that says how."""
@@ -111,9 +53,10 @@ def test_a_bad_end_after_success(launcher: str) -> None:
         assert breaks() == "whole"
 
 
-@pytest.mark.slow("waits for a rank that does not end")
-def test_an_end_that_does_not_come() -> None:
+def test_an_end_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not end after its work is stopped, and its result is there."""
+    monkeypatch.setattr(supervisor, "EXIT_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.5)
 
     @distributed(nprocs=2, launcher="fork")
     def lingers() -> str:
@@ -123,7 +66,7 @@ def test_an_end_that_does_not_come() -> None:
         atexit.register(time.sleep, 100)
         return "whole"
 
-    with pytest.warns(RuntimeWarning, match="did not end within 7 s, and was killed"):
+    with pytest.warns(RuntimeWarning, match="did not end within 0.5 s"):
         assert lingers() == "whole"
 
 

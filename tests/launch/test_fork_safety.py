@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from distwrap.devices.kinds import CPU
 from distwrap.errors import ForkError
 from distwrap.launch import fork_safety, openmp
 from distwrap.versions import TORCH_RELEASE
+from tests.interpreters import run_python
 
 
 def test_other_threads_are_named() -> None:
@@ -69,7 +68,7 @@ def test_used_accelerator_is_found(tmp_path: Path) -> None:
             "from distwrap.launch import fork_safety\n"
             "print(fork_safety.refusal())\n"
         )
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+        done = run_python(script, timeout=100)
         assert "has initialised an accelerator" in done.stdout
         assert "# here" not in use or "x = torch.zeros(1).cuda()  # here" in done.stdout
 

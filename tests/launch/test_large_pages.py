@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.interpreters import run_python
 
 MODULE = Path(__file__).parents[2] / "distwrap" / "launch" / "large_pages.py"
 
@@ -37,8 +38,7 @@ print(made, (after - before) >> 11)
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has such pages")
 def test_memory_is_the_same() -> None:
     """As many pages are made as it says, as far as this kernel makes any; a fork's writing stays its own."""
-    command = [sys.executable, "-c", PROGRAM, MODULE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-c", PROGRAM, MODULE, timeout=60)
     assert done.stderr == ""
     made, counted = map(int, done.stdout.split())
     assert made >= counted >= (made > 0) * 15

@@ -14,12 +14,13 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import OptionError, WorkerDiedError
+from tests.forked_commands import PYTHON, forked_commands
 from tests.interpreters import run_python
 from tests.limits import SOON
-from tests.slow import INTERPRETERS, slow
+from tests.slow import slow
 
 LIMIT = 60.0
-LAUNCHERS = ["fork", "forkserver", slow("spawn", why=INTERPRETERS)]
+LAUNCHERS = ["fork", slow("forkserver", why="[fork] shows it"), slow("spawn", why="[fork] shows it")]
 
 
 def _talk(lines: int) -> None:
@@ -152,7 +153,7 @@ def _progress() -> None:
     os.write(2, b"\r100 %\n")
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("a program")
 def test_a_progress_bar(tmp_path: Path) -> None:
     """The beginning of a line whose end does not come is on the console in a moment."""
     program = tmp_path / "program.py"
@@ -162,7 +163,7 @@ def test_a_progress_bar(tmp_path: Path) -> None:
     )
     root = Path(__file__).parent.parent.parent
     run = subprocess.Popen(
-        [sys.executable, program],
+        [PYTHON, program],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(root), "DISTWRAP_QUIET": "1"},
@@ -209,7 +210,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("a program")
 def test_script(tmp_path: Path) -> None:
     """Under the script launcher rank 0 is the caller: what it prints during the calls is in its file."""
     (tmp_path / "program.py").write_text(SCRIPT)
@@ -220,18 +221,16 @@ def test_script(tmp_path: Path) -> None:
     assert sorted(ours) == ["after", "before", "before", "rank 0 call 1", "rank 0 call 2"]
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("a program under torchrun")
 def test_under_torchrun(tmp_path: Path) -> None:
     """Under an outer launcher its own options hold the output, and rank 0 says so."""
     (tmp_path / "program.py").write_text(SCRIPT.replace('"script"', '"auto"'))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"],
+    done = run_python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
+        env={**os.environ, **forked_commands(), "DISTWRAP_QUIET": "0"},
         check=True,
-        env={**os.environ, "DISTWRAP_QUIET": "0"},
+        timeout=LIMIT,
     )
     assert "log_dir='logs' is left to torchrun, which holds the output: torchrun has --log-dir" in done.stderr
     assert not (tmp_path / "logs").exists()

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from distwrap import NodeSummary
-from tests.clusters.running import JOB, PYTHON, ROOT, Ended, assert_like_one_process, ended, started
+from tests.clusters import job
+from tests.clusters.running import ROOT, Ended, assert_like_one_process, ended, started
+from tests.forked_commands import PYTHON
 from tests.ports import free_port
-from tests.slow import INTERPRETERS
 
+JOB = [PYTHON, job.__file__]
 PROGRAM = [PYTHON, "-m", "tests.launch.machines_program"]
+PROGRAMS = "several callers, each with ranks"
 
 
 def two_callers(command: list[str], *each: dict[str, str], **env: str) -> list[Ended]:
@@ -25,18 +28,18 @@ def two_callers(command: list[str], *each: dict[str, str], **env: str) -> list[E
         return [ended(process) for process in running]
 
 
-@pytest.mark.slow(INTERPRETERS)
-@pytest.mark.parametrize("launcher", ["forkserver", "fork", "spawn"])
-def test_one_world_by_every_launcher(launcher: str) -> None:
-    """Two callers make one world, whichever way each starts its ranks; the value is on node 0."""
-    both = two_callers(JOB, DISTWRAP_NPROCS="1", DISTWRAP_LAUNCHER=launcher)
+@pytest.mark.slow(PROGRAMS)
+def test_one_world() -> None:
+    """Two callers make one world, though each starts its ranks in another way; the value is on node 0."""
+    ways = ({"DISTWRAP_LAUNCHER": launcher} for launcher in ("forkserver", "spawn"))
+    both = two_callers(JOB, *ways, DISTWRAP_NPROCS="1")
     assert [each.code for each in both] == [0, 0], "\n".join(each.output for each in both)
     values = sorted((value for each in both for value in each.values()), key=lambda value: isinstance(value, str))
     assert_like_one_process(values[0])
     assert values[1].startswith("node 1: rank 1 of 2 done in ")
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_what_comes_home(tmp_path: Path) -> None:
     """returns="all" has every machine's values, trained weights are on both, each has the logs of its own ranks."""
     each: list[dict[str, str]] = [
@@ -66,7 +69,7 @@ def two_callers_with_folders(folder: Path, each: list[dict[str, str]]) -> list[E
         return [ended(process) for process in running]
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_helpers_alone_on_machines() -> None:
     """setup_process_group() is the rank of a machine that is to have one, and refuses to be one of several."""
     script = [PYTHON, str(Path(ROOT, "examples", "helpers_only.py")), "--epochs", "1"]
@@ -83,7 +86,7 @@ def test_helpers_alone_on_machines() -> None:
     assert "Decorate the function with @distributed" in alone.output
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_a_third_is_one_too_many() -> None:
     """A machine more than there should be is told so."""
     three = two_callers(JOB, {}, {}, {}, DISTWRAP_NPROCS="1", JOB_SLOW="1")
@@ -98,7 +101,7 @@ def test_a_summary_takes_any_format() -> None:
     assert f"{summary:.3f}" == str(summary) == "node 1: ranks 2, 3 of 4 done in 1.2 s; the result is on hosta"
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_a_port_that_somebody_else_has() -> None:
     """Of a port that neither caller can listen at, both say who cannot and why, and not just that nobody answers."""
     with socket.socket() as somebody:

@@ -24,7 +24,7 @@ from distwrap.launch.fork import ForkLauncher
 from distwrap.launch.outcome import Outcome, death, failure, raise_failure, success
 from distwrap.launch.task import Assignment
 from distwrap.registry import launchers
-from tests.slow import INTERPRETERS
+from tests.forked_commands import PYTHON
 
 SECONDS = 60.0
 
@@ -50,12 +50,15 @@ class FolderLauncher(Launcher):
             place = Placement(rank, job.nprocs, rank, job.nprocs, source="distwrap")
             assignment = replace(plan, placement=place, store=str(self._folder / "store"))
             (self._folder / f"assignment.{rank}").write_bytes(pickle.dumps(assignment))
-            command = f"'{sys.executable}' '{__file__}' '{self._folder}' {rank} >&2 & echo $!"
+            command = f"'{PYTHON}' '{__file__}' '{self._folder}' {rank} >&2 & echo $!"
             pids[rank] = int(subprocess.check_output(command, shell=True, text=True, env=_environment()))
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + SECONDS
         while len(outcomes) < job.nprocs and time.monotonic() < deadline:
             for rank in pids.keys() - outcomes.keys():
+                own = self._folder / f"pid.{rank}"
+                if own.exists():  # it may be a fork that the command has asked for, and waits for
+                    pids[rank] = int(own.read_text() or pids[rank])
                 file, alive = self._folder / f"outcome.{rank}", _is_alive(pids[rank])
                 if file.exists():
                     outcomes[rank] = pickle.loads(file.read_bytes())
@@ -116,7 +119,6 @@ def ranks() -> tuple[int, int]:
     return dw.rank(), int(dw.gather(dw.rank()).sum())
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_its_name_is_known() -> None:
     """A registered launcher is listed, and a wrong name is still refused."""
     assert dw.available_launchers()["folder"] == "files in a folder"
@@ -124,7 +126,7 @@ def test_its_name_is_known() -> None:
         dw.distributed(launcher="foldr")
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("ranks of a stranger")
 def test_values_come_home() -> None:
     """Every rank's value comes back in rank order."""
     assert dw.distributed(nprocs=2, launcher="folder", returns="all", timeout=30)(ranks)() == [(0, 1), (1, 1)]
@@ -154,7 +156,7 @@ def test_it_trains() -> None:
     assert torch.allclose(model.weight, alone.weight)
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.slow("ranks of a stranger")
 def test_an_exception_in_its_own_type() -> None:
     """An exception of a rank is raised in the caller, with its type, rank and remote traceback."""
 
@@ -170,7 +172,7 @@ def test_an_exception_in_its_own_type() -> None:
     assert "in fails" in str(caught.value.__cause__)
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("ranks of a stranger")
 def test_a_silent_death_is_named() -> None:
     """A rank that ends without a report is named."""
 
@@ -267,4 +269,5 @@ def test_logs_that_nobody_would_write_are_refused(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":  # a rank
+    Path(sys.argv[1], f"pid.{sys.argv[2]}").write_text(str(os.getpid()))
     sys.exit(worker.work(FolderLink(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,9 +11,9 @@ import pytest
 from distwrap.launch.command_line import again
 from tests.interpreters import run_python
 from tests.limits import SOON
-from tests.slow import INTERPRETERS, slow
 
 LIMIT = 60.0
+PROGRAMS = "a program under launcher='script'"
 
 
 @pytest.mark.parametrize(
@@ -60,25 +58,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        ["two.py"],
-        slow(["-m", "two"], why=INTERPRETERS),
-        slow(["-X", "dev", "-W", "ignore", "two.py"], why=INTERPRETERS),
-    ],
-)
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_two_calls_in_one_script(how: list[str], tmp_path: Path) -> None:
+def test_two_calls_in_one_script(tmp_path: Path) -> None:
     """The ranks take rank 0's result from call to call, and only rank 0 runs on after the last."""
     (tmp_path / "two.py").write_text(TWO_CALLS)
-    output = run([*how, "4"], tmp_path)
+    output = run(["-m", "two", "4"], tmp_path)
     ranks = [(rank, [40, 41, 42]) for rank in range(3)]
     assert output.count("after") == 1
     assert f"after [40, 41, 42] {ranks}" in output
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_inline_code(tmp_path: Path) -> None:
     """`python -c` is repeated too."""
     code = (
@@ -89,7 +78,7 @@ def test_inline_code(tmp_path: Path) -> None:
     assert run(["-c", code], tmp_path).count("got [0, 1]") == 1
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.slow(PROGRAMS)
 def test_no_main_guard_is_needed(tmp_path: Path) -> None:
     """Code at the top level runs in every rank, and the call in it is joined."""
     (tmp_path / "bare.py").write_text(
@@ -101,17 +90,7 @@ def test_no_main_guard_is_needed(tmp_path: Path) -> None:
     assert output.count("got 2") == 1
 
 
-@pytest.mark.slow(INTERPRETERS)
-def test_changed_directory(tmp_path: Path) -> None:
-    """A script that was named by a relative path and has changed its folder is found again."""
-    (tmp_path / "moves.py").write_text(
-        "import os, distwrap as dw\nif 'RANK' not in os.environ: os.mkdir('out'); os.chdir('out')\n"
-        "print('got', dw.distributed(nprocs=2, launcher='script')(dw.world_size)(), os.path.basename(os.getcwd()))\n"
-    )
-    assert "got 2 out" in run(["moves.py"], tmp_path)
-
-
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_caller_is_unchanged(tmp_path: Path) -> None:
     """After the call rank 0 has its environment and threads back, and stands alone."""
     (tmp_path / "same.py").write_text(
@@ -125,7 +104,7 @@ def test_caller_is_unchanged(tmp_path: Path) -> None:
     assert run(["same.py"], tmp_path).count("same") == 1
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.slow(PROGRAMS)
 def test_a_rank_fails(tmp_path: Path) -> None:
     """While rank 0 works or waits, another rank's exception ends the run, and is raised in its own type."""
     (tmp_path / "fails.py").write_text(
@@ -144,7 +123,7 @@ def test_a_rank_fails(tmp_path: Path) -> None:
         assert time.monotonic() - start < SOON
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_rank_zero_fails(tmp_path: Path) -> None:
     """Rank 0's exception is raised as it is, and the others are stopped."""
     (tmp_path / "fails.py").write_text(
@@ -160,7 +139,7 @@ def test_rank_zero_fails(tmp_path: Path) -> None:
     assert time.monotonic() - start < SOON
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_retrofit_trains_the_callers_model(tmp_path: Path) -> None:
     """With retrofit the caller is rank 0 itself, so its own model is trained in place."""
     (tmp_path / "fit.py").write_text(
@@ -179,7 +158,7 @@ def test_retrofit_trains_the_callers_model(tmp_path: Path) -> None:
     assert run(["fit.py"], tmp_path).count("trained") == 1
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     """A second call that asks for another number of ranks is refused with the way out."""
     (tmp_path / "grows.py").write_text(
@@ -190,24 +169,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     assert "Ask for the same number in all calls" in run(["grows.py"], tmp_path, code=1)
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_interactive_session_is_refused() -> None:
-    """Where there is no script to run again, that is said."""
-    code = "import distwrap as dw\ndw.distributed(nprocs=2, launcher='script')(dw.world_size)()\n"
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=code,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=dict(os.environ),
-        check=False,
-    )
-    assert "LaunchError" in done.stderr
-    assert "the program came through standard input" in done.stderr
-
-
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_a_call_in_one_process_before(tmp_path: Path) -> None:
     """A decorated call of one process, before the one that launches, is a plain call in every rank."""
     (tmp_path / "mixed.py").write_text(
@@ -221,7 +183,7 @@ def test_a_call_in_one_process_before(tmp_path: Path) -> None:
     assert run(["mixed.py"], tmp_path).count("got [1, 2]") == 1
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_ranks_at_different_calls_are_told(tmp_path: Path) -> None:
     """When a branch led another rank to another call, that is said, and nothing is mixed up."""
     (tmp_path / "branch.py").write_text(
@@ -234,7 +196,7 @@ def test_ranks_at_different_calls_are_told(tmp_path: Path) -> None:
     assert "rank 1 has come to world_size(), but rank 0 is at rank()" in output
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_a_call_after_a_failure_is_refused(tmp_path: Path) -> None:
     """After a failed call the other ranks cannot be brought to the next one, and that is said."""
     (tmp_path / "again.py").write_text(
@@ -246,7 +208,7 @@ def test_a_call_after_a_failure_is_refused(tmp_path: Path) -> None:
     assert "fails() has failed before" in run(["again.py"], tmp_path, code=1)
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow(PROGRAMS)
 def test_a_collective_without_rank_zero_is_explained(tmp_path: Path) -> None:
     """When another rank waits for rank 0, which is done, the run ends and says so."""
     (tmp_path / "uneven.py").write_text(

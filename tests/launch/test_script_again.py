@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.interpreters import run_python
-from tests.slow import INTERPRETERS, slow
+from tests.slow import nightly
 
 LIMIT = 60.0
 
@@ -60,10 +60,8 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
     return run_python(*arguments, cwd=folder, env={**os.environ, **env}, timeout=LIMIT)
 
 
-@pytest.mark.parametrize(
-    "how", [["moves.py"], slow(["-m", "moves"], why=INTERPRETERS), slow(["./moves.py"], why=INTERPRETERS)], ids=str
-)
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.parametrize("how", [["./moves.py"], ["-m", "moves"]], ids=str)
+@pytest.mark.slow("programs under launcher='script'")
 def test_argparse_and_another_folder(how: list[str], tmp_path: Path) -> None:
     """A script that parses arguments, changes sys.argv and goes to another folder does so in each rank anew."""
     (tmp_path / "moves.py").write_text(MOVES)
@@ -73,8 +71,10 @@ def test_argparse_and_another_folder(how: list[str], tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [[str(tmp_path / "runs"), 0.5, ["two words", "ä"]]] * 2
 
 
-@pytest.mark.slow(INTERPRETERS)
-@pytest.mark.parametrize("chdir", ["true", "false"])
+@pytest.mark.slow("a program under Hydra")
+@pytest.mark.parametrize(
+    "chdir", ["true", nightly("false", row="products", why="[true], and test_argparse_and_another_folder")]
+)
 def test_hydra(chdir: str, tmp_path: Path) -> None:
     """Under Hydra all ranks share rank 0's run folder, and none makes another one."""
     (tmp_path / "train.py").write_text(HYDRA)
@@ -90,7 +90,7 @@ def test_hydra(chdir: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in made[0].iterdir()) == [".hydra", "train.log", "train_rank_1.log"]
 
 
-@pytest.mark.slow(INTERPRETERS)
+@pytest.mark.slow("programs under Hydra")
 def test_hydra_multirun(tmp_path: Path) -> None:
     """A multirun is refused, with the launcher that can do it; with that one it works."""
     (tmp_path / "train.py").write_text(HYDRA)

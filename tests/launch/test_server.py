@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -16,9 +14,9 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.launch import forkserver
 from tests.interpreters import run_python
-from tests.slow import INTERPRETERS, slow
+from tests.slow import slow
 
-ROOT = Path(__file__).parents[2]
+PROGRAM = "a program"
 
 
 def test_it_is_reused() -> None:
@@ -27,6 +25,15 @@ def test_it_is_reused() -> None:
     before = forkserver.warm_server().pid
     distributed(nprocs=2, launcher="forkserver")(dw.rank)()
     assert forkserver.warm_server().pid == before
+
+
+def test_a_variable_that_is_read_at_start_wants_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed OMP_ variable cannot be taken over by a running server, which is not used then."""
+    server = forkserver.warm_server()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert not server.usable()
+    monkeypatch.undo()
+    assert server.usable()
 
 
 def test_a_start_that_is_interrupted_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,28 +48,6 @@ def test_a_start_that_is_interrupted_leaves_no_rank(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt) as kept:
         forkserver.ServedProcess(0, server)
     assert sorted(os.listdir("/proc/self/fd")) == before, kept
-
-
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_the_server_ends_with_its_caller_also_while_it_imports(tmp_path: Path) -> None:
-    """A caller that ends at once leaves no server that still imports torch, which takes it seconds."""
-    folder = tmp_path / "slow"
-    folder.mkdir()
-    (folder / "torch.py").write_text("import time\ntime.sleep(30)\n")
-    server = subprocess.Popen(
-        [sys.executable, "-c", forkserver._SERVER.format(fd=(pair := socket.socketpair())[1].fileno())],
-        pass_fds=[pair[1].fileno()],
-        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
-    )
-    try:
-        pair[1].close()
-        with pytest.raises(subprocess.TimeoutExpired):
-            server.wait(1.0)  # it waits for its imports
-        pair[0].close()
-        assert server.wait(20) == 0
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_surroundings_are_the_callers_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,28 +82,7 @@ def test_output_goes_where_the_callers_goes_now(capfd: pytest.CaptureFixture[str
     assert sorted(line for line in err.splitlines() if "complains" in line) == ["rank 0 complains", "rank 1 complains"]
 
 
-@pytest.mark.slow(INTERPRETERS)
-def test_a_variable_that_is_read_at_start_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed OMP_ variable cannot be taken over by a running server, so there is a new one."""
-    before = forkserver.warm_server().pid
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert distributed(nprocs=2, launcher="forkserver")(os.environ.get)("OMP_NUM_THREADS") == "3"
-    assert forkserver.warm_server().pid != before
-    monkeypatch.undo()
-    forkserver.warm_server()
-
-
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_a_killed_server_is_replaced() -> None:
-    """When somebody kills the server, the next launch starts another."""
-    server = forkserver.warm_server()
-    server._process.kill()
-    server._process.wait(10)
-    assert distributed(nprocs=2, launcher="forkserver")(dw.world_size)() == 2
-
-
-@pytest.mark.parametrize("launcher", ["forkserver", slow("spawn", why=INTERPRETERS)])
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.parametrize("launcher", ["forkserver", slow("spawn", why="[forkserver], and tests/process/")])
 def test_no_main_guard_is_needed(launcher: str, tmp_path: Path) -> None:
     """By value a script needs no main guard, is not imported again, and its classes work on the ranks."""
     (tmp_path / "bare.py").write_text(
@@ -185,11 +149,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("launcher", "named"),
-    [("forkserver", False), *(slow(*each, why=INTERPRETERS) for each in [("forkserver", True), ("spawn", False)])],
-)
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.parametrize(("launcher", "named"), [("forkserver", True), ("spawn", False)])
+@pytest.mark.slow(PROGRAM)
 def test_settings_are_the_callers(launcher: str, named: bool, tmp_path: Path) -> None:
     """Settings of torch, logging and Python made at the top level hold on the ranks, with cloudpickle and without."""
     (tmp_path / "settings.py").write_text((HIDE if named else "") + SETTINGS)
@@ -209,7 +170,7 @@ u.find_spec = lambda name, *a: None if name == 'cloudpickle' else find(name, *a)
 """
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.slow(PROGRAM)
 def test_a_module_of_a_package_by_name(tmp_path: Path) -> None:
     """Without cloudpickle ``python -m package.train`` works too, whose imports may be relative."""
     package = tmp_path / "package"
@@ -231,9 +192,8 @@ def test_a_module_of_a_package_by_name(tmp_path: Path) -> None:
     assert done.stdout == "got True package\n", done.stderr
 
 
-@pytest.mark.slow(INTERPRETERS)
-@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
-@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.slow(PROGRAM)
+@pytest.mark.parametrize(("launcher", "guard"), [("spawn", True), ("forkserver", False)])
 def test_by_name(launcher: str, guard: bool, tmp_path: Path) -> None:
     """Without cloudpickle a guarded script works, and one without a guard is refused with the way out."""
     call = "if __name__ == '__main__': print('got', main(Config()).lr)" if guard else "main(Config())"
@@ -264,7 +224,6 @@ def test_two_runs_at_once() -> None:
         assert list(pool.map(total, [0, 10, 20, 30])) == [[n, n + 1] for n in (0, 10, 20, 30)]
 
 
-@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_random_numbers_start_as_the_callers() -> None:
     """Ranks start with the caller's random state, whichever way they are started."""
     import torch

@@ -19,10 +19,9 @@ from distwrap.group import failures
 from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
 from distwrap.testing import run_ranks
 from tests.limits import SOON
-from tests.slow import INTERPRETERS, slow
+from tests.slow import slow
 
-LAUNCHERS = ["fork", "forkserver", "spawn"]
-QUICK = ["fork", "forkserver", slow("spawn", why=INTERPRETERS)]
+LAUNCHERS = ["fork", "forkserver", slow("spawn", why="the other two")]
 
 
 def told(rank: int, moment: float, summary: str) -> Outcome:
@@ -55,7 +54,7 @@ def test_an_echo_that_names_the_cause_gives_way_to_it_alone() -> None:
         raise_failure([echo], finished=[2])
 
 
-@pytest.mark.parametrize("launcher", QUICK)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_others_in_a_collective_are_stopped(launcher: str) -> None:
     """While the others wait in a collective for it, a rank that raises ends the run at once."""
 
@@ -87,8 +86,10 @@ def test_others_at_work_are_stopped() -> None:
     assert time.monotonic() - start < SOON
 
 
-@pytest.mark.parametrize("launcher", QUICK)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [("fork", signal.SIGKILL), ("forkserver", signal.SIGSEGV), slow("spawn", signal.SIGKILL, why="the other two")],
+)
 def test_a_killed_rank_is_named(launcher: str, number: int) -> None:
     """A rank that a signal ended is named, with the signal, though its peers complain first."""
 
@@ -144,7 +145,6 @@ def test_grandchildren_are_stopped_too(launcher: str, tmp_path: Path) -> None:
     assert not is_alive(pid)
 
 
-@pytest.mark.slow("waits for a limit to pass")
 def test_run_ranks_ends_in_time(capfd: pytest.CaptureFixture[str]) -> None:
     """A test body that hangs on one rank fails in time, with the Python stack of the rank."""
 
@@ -157,32 +157,6 @@ def test_run_ranks_ends_in_time(capfd: pytest.CaptureFixture[str]) -> None:
         run_ranks(hangs, 2, timeout=1)
     assert time.monotonic() - start < SOON
     assert "in hangs" in capfd.readouterr().err
-
-
-@pytest.mark.slow(INTERPRETERS)
-def test_no_rank_outlives_a_killed_caller(tmp_path: Path) -> None:
-    """When the caller is killed outright, the kernel ends the ranks, also where they are forks of a server."""
-    script = tmp_path / "waits.py"
-    script.write_text(
-        "import sys, time, os, distwrap as dw\n"
-        "@dw.distributed(nprocs=2, launcher=sys.argv[1])\n"
-        "def main():\n"
-        "    print('rank', os.getpid(), flush=True)\n"
-        "    time.sleep(100)\n"
-        "if __name__ == '__main__': main()\n"
-    )
-    for launcher in LAUNCHERS:
-        process = subprocess.Popen([sys.executable, script, launcher], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
-        process.kill()
-        process.wait(SOON)
-        process.stdout.close()
-        for _ in range(100):
-            if not any(map(is_alive, pids)):
-                break
-            time.sleep(0.05)
-        assert not any(map(is_alive, pids)), launcher
 
 
 def is_alive(pid: int) -> bool:
@@ -208,8 +182,7 @@ def test_waiting_for_a_rank_that_is_done_is_explained(launcher: str) -> None:
     assert time.monotonic() - start < SOON
 
 
-@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
-@pytest.mark.slow("waits for a limit to pass")
+@pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why="[fork]")])
 def test_a_clean_exit_on_one_rank_is_no_end_for_the_others(launcher: str) -> None:
     """A rank that calls sys.exit(0) has left as by a return: others go on; one that waits for it, or all: an error."""
 

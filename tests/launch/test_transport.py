@@ -260,7 +260,7 @@ def test_find_unpicklable_in_objects_and_globals() -> None:
     assert path == "item 'deep' of attribute 'inner' of the object"
 
 
-@pytest.mark.slow("moves hundreds of megabytes")
+@pytest.mark.slow("a program")
 def test_without_cloudpickle_a_nested_function_is_refused(tmp_path: Path) -> None:
     """Without cloudpickle a function goes by name, and one that has none is refused with the ways out."""
     script = tmp_path / "nested.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow("starts IPython")
+pytestmark = pytest.mark.nightly(row="notebooks", why="test_jupyter.py::test_a_cell_is_launched")
 
 LIMIT = 60
 IPYTHON = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"]

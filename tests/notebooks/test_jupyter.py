@@ -17,7 +17,7 @@ import pytest
 from tests.accelerator import accelerator
 from tests.limits import SOON
 
-pytestmark = pytest.mark.slow("starts kernels")
+NIGHTLY = pytest.mark.nightly(row="notebooks", why="test_a_cell_is_launched")
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 100
@@ -90,6 +90,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         notebook.close()
 
 
+@pytest.mark.slow("starts a kernel")
 def test_a_cell_is_launched(notebook: Notebook) -> None:
     """A function of a cell, with classes and values of other cells, runs on two ranks and gives its value back."""
     printed = notebook.run(
@@ -106,6 +107,7 @@ def test_a_cell_is_launched(notebook: Notebook) -> None:
     assert "started by forkserver" in printed
 
 
+@NIGHTLY
 def test_a_report_appears_in_the_cell(notebook: Notebook) -> None:
     printed = notebook.run(
         "@dw.distributed(nprocs=2, report='new/times.json')\n"
@@ -121,6 +123,7 @@ def test_a_report_appears_in_the_cell(notebook: Notebook) -> None:
     assert json.loads((notebook.folder / "new" / "times.json").read_text())["steps"] == 4
 
 
+@NIGHTLY
 def test_a_lambda(notebook: Notebook) -> None:
     """A lambda with a closure is launched too."""
     assert "[[0, 5], [1, 5]]" in notebook.run(
@@ -128,6 +131,7 @@ def test_a_lambda(notebook: Notebook) -> None:
     )
 
 
+@NIGHTLY
 def test_output_appears_in_the_cell(notebook: Notebook) -> None:
     """What ranks print, by Python and natively, is in the cell's output."""
     printed = notebook.run(
@@ -145,6 +149,7 @@ def test_output_appears_in_the_cell(notebook: Notebook) -> None:
             assert f"{words} {rank}\n" in printed
 
 
+@NIGHTLY
 def test_an_error_is_the_cells(notebook: Notebook) -> None:
     """An exception of a rank is the cell's error, in its type, with the traceback from over there."""
     answer = notebook.cell(
@@ -160,6 +165,7 @@ def test_an_error_is_the_cells(notebook: Notebook) -> None:
     assert "{}['missing']" in answer["text"]
 
 
+@NIGHTLY
 @pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
 def test_places_are_cells(notebook: Notebook, launcher: str) -> None:
     """A failure and a hang report name the cell as it is numbered, and show the line, of a lambda too."""
@@ -184,6 +190,7 @@ def test_places_are_cells(notebook: Notebook, launcher: str) -> None:
     assert "ipykernel" not in failed["text"] + waited["text"]
 
 
+@NIGHTLY
 def test_a_cell_in_one_process(notebook: Notebook) -> None:
     """An error in a call that runs in the kernel itself shows the cell's lines alone."""
     answer = notebook.cell("dw.distributed(nprocs=1)(lambda: {}['missing'])()")
@@ -192,6 +199,7 @@ def test_a_cell_in_one_process(notebook: Notebook) -> None:
     assert "distwrap/" not in answer["text"]
 
 
+@NIGHTLY
 def test_an_interrupt(notebook: Notebook) -> None:
     """Interrupting the kernel stops the ranks within seconds, and the next cell launches again."""
     notebook.run(
@@ -210,6 +218,7 @@ def test_an_interrupt(notebook: Notebook) -> None:
     assert "[0, 1]" in notebook.run("dw.distributed(nprocs=2, returns='all')(dw.rank)()")
 
 
+@NIGHTLY
 def test_the_end_of_the_kernel(tmp_path: Path) -> None:
     """When a kernel is killed while ranks run, they end with it, and so does the fork server."""
     notebook = Notebook(tmp_path)
@@ -236,6 +245,7 @@ def test_the_end_of_the_kernel(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+@NIGHTLY
 @pytest.mark.gpu
 def test_after_a_device_was_used(notebook: Notebook) -> None:
     """A kernel that has used an accelerator launches as before."""

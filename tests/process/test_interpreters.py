@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from distwrap.network.waiting import wait_until
-from tests.forked_commands import COMMANDS, forked_commands
+from tests.forked_commands import COMMANDS, PYTHON, forked_commands
 from tests.interpreters import interpreter, run_python
 from tests.limits import SOON
-from tests.slow import INTERPRETERS, slow
 
 PROBE = """
 import os, sys, threading, warnings
@@ -54,12 +53,11 @@ def in_its_own_process(*words: str, folder: Path, env: dict[str, str]) -> subpro
     ("words", "code"),
     [
         (("probe.py", "--lr", "1", "raises"), 1),
-        slow(("-m", "probe", "exits"), 1, why=INTERPRETERS),
-        slow(("-c", PROBE, "is killed"), -signal.SIGKILL, why=INTERPRETERS),
-        slow(("-W", "ignore:a", "probe.py", "is interrupted"), -signal.SIGINT, why=INTERPRETERS),
-        slow(("-W", "error", "-m", "probe"), 1, why=INTERPRETERS),
+        (("-c", PROBE, "is killed"), -signal.SIGKILL),
+        (("-W", "ignore:a", "-m", "probe", "is interrupted"), -signal.SIGINT),
     ],
 )
+@pytest.mark.slow("an interpreter that imports torch, beside a fork")
 def test_it_is_the_same_program(words: tuple[str, ...], code: int, tmp_path: Path) -> None:
     """What it sees, prints and ends with is that of a process of its own."""
     (tmp_path / "probe.py").write_text(PROBE)
@@ -116,7 +114,42 @@ def test_commands_of_a_shell_are_forks(tmp_path: Path) -> None:
     assert in_a_shell("echo a line | python -S probe.py; echo $?", tmp_path) == ["3", "False no rank a line [] 1"]
 
 
-@pytest.mark.slow(INTERPRETERS)
+RANKS = """
+import sys, torch
+import distwrap as dw
+
+@dw.distributed(nprocs=2, launcher=sys.argv[1], returns="all")
+def main():
+    return dw.rank(), "torch._dynamo" in sys.modules
+
+if __name__ == "__main__":
+    print(main())
+"""
+
+
+@pytest.mark.parametrize("launcher", ["forkserver", "spawn", "script"])
+def test_what_a_program_starts_are_forks_too(launcher: str, tmp_path: Path) -> None:
+    """A server, and ranks, have the descriptors that they are given, and what the interpreter has imported."""
+    (tmp_path / "program.py").write_text(RANKS)
+    done = run_python("program.py", launcher, cwd=tmp_path, timeout=SOON)
+    assert (done.stdout, done.stderr) == ("[(0, True), (1, True)]\n", "")
+
+
+def test_a_fork_that_leads_a_session_ends_with_its_command_and_caller() -> None:
+    """As ranks do: by a signal to the group of the command, and where the caller is gone."""
+    code = "import os, subprocess; print(os.getpid(), subprocess.Popen(['sleep', '100']).pid, flush=True); os.wait()"
+    start = f"import subprocess, sys; subprocess.Popen([{PYTHON!r}, '-c', {code!r}], start_new_session=True).wait()"
+    for words, session in ((["-c", code], True), (["-c", start], False)):
+        with subprocess.Popen(
+            [PYTHON, *words], start_new_session=session, stdout=subprocess.PIPE, text=True
+        ) as command:
+            assert command.stdout is not None
+            pids = list(map(int, command.stdout.readline().split()))
+            command.kill()
+        assert wait_until(lambda pids=pids: not any(Path(f"/proc/{pid}").exists() for pid in pids), SOON)
+
+
+@pytest.mark.slow("a program under torchrun")
 def test_ranks_of_torchrun_are_forks(tmp_path: Path) -> None:
     """Each has what torchrun gives it."""
     (tmp_path / "probe.py").write_text(IN_A_SHELL.replace("3", "0"))
