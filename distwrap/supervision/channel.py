@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
