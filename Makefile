@@ -99,6 +99,7 @@ check: $(VENV)/.installed-dev
 	$(bin)/basedpyright --pythonpath $(bin)/python
 	$(bin)/python docs/check.py
 	$(bin)/python docs/list_names.py --check
+	$(bin)/python -m tests.house.check
 	$(bin)/python .ci/release.py
 
 dist: $(VENV)/.installed-dev

@@ -36,13 +36,14 @@ PAIRS = (
 FULL = (("2.6.0", "3.10"), ("2.15.0", "3.12"))
 
 QUICK = (
-    "tests/test_interpreters.py",
+    "tests/process/test_programs.py",
     "tests/house/test_private_names.py",
     "tests/test_exported_members.py",
     "tests/launch/test_local.py",
     "tests/launch/test_transport.py",
     "tests/decorator/test_situations.py",
     "tests/group/test_collectives.py",
+    "tests/network/test_keys.py",
     "tests/network/test_stores.py",
     "tests/supervision/test_stacks.py",
     "tests/model/test_wrap_model.py",
@@ -95,7 +96,7 @@ def _test(session: nox.Session, torch: str, tier: str, files: list[str]) -> None
     try:
         name = session.run("python", "-c", NAME, silent=True)
         session.run(
-            *("python", "-m", "pytest", "-m", "not slow and not exhaustive", *chosen),
+            *("python", "-m", "pytest", "-m", "not slow and not nightly", *chosen),
             *(f"--junitxml={results}", "-o", f"junit_suite_name={tier}, {name}"),
         )
     finally:

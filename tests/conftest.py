@@ -28,7 +28,7 @@ from distwrap.devices.selection import visible_devices
 from distwrap.group import world
 from distwrap.launch import base, forkserver as server
 from distwrap.versions import TORCH
-from tests import costs, exhaustive, interpreters, orphans
+from tests import costs, interpreters, orphans
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
 from tests.costs import pytest_addoption, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 - hooks
@@ -39,7 +39,6 @@ from tests.slow import nightly
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
-COLLECTED: list[str] = []  # the ids of all tests that pytest has found, also of those that it leaves out
 
 os.environ["DISTWRAP_QUIET"] = "1"
 os.environ["DISTWRAP_TRACEBACK"] = "full"  # a test of this package fails because of the frames that users need not see
@@ -118,14 +117,6 @@ def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatc
             assert not left, left
 
     monkeypatch.setattr(base, "launch", checked)
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what is for `make test-exhaustive` alone, before pytest selects by marks."""
-    COLLECTED.append(item.nodeid)
-    why = exhaustive.reason(item.nodeid)
-    if why is not None:
-        item.add_marker(pytest.mark.exhaustive(why))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.interpreters import run_python
+from tests.slow import nightly
 
 ENGINES = ("deepspeed", "horovod", "hivemind", "ray", "submitit", "transformers", "accelerate")
 
@@ -32,15 +33,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", ["fork", "spawn"])
-@pytest.mark.slow("starts interpreters, each of which imports torch")
+@pytest.mark.parametrize("launcher", ["fork", nightly("spawn", row="products", why="fork")])
+@pytest.mark.slow("a program of its own")
 def test_no_engine_is_imported_unless_it_is_chosen(launcher: str, tmp_path: Path) -> None:
     """Neither by the caller nor by the ranks of a run of DDP."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(program), launcher]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
+    done = run_python(program, launcher, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=100)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [[[], []], []], done.stderr
 
 
