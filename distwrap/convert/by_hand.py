@@ -76,9 +76,10 @@ def _full_names(script: Script) -> Iterator[tuple[cst.CSTNode, str]]:
     for statement in script.find(cst.ImportFrom):
         if not statement.relative:
             module = path_of(statement.module) or ""
-            names = statement.names
-            of_star = isinstance(names, cst.ImportStar)
-            parts = script.bound_names if of_star else {path_of(each.name) or "" for each in names}
+            if isinstance(statement.names, cst.ImportStar):
+                parts = script.bound_names
+            else:
+                parts = {path_of(each.name) or "" for each in statement.names}
             yield from ((statement, f"{module}.{part}") for part in parts)
     for attribute in script.find(cst.Attribute):
         yield from ((attribute, full) for full in script.names(attribute))

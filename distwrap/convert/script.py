@@ -82,7 +82,9 @@ class Script:
 
     def expressions(self, within: cst.CSTNode | None = None) -> Iterator[cst.BaseExpression]:
         """Yield all expressions, in the order of the text."""
-        yield from self.find(cst.BaseExpression, within)  # type: ignore[type-abstract]
+        for node in self.nodes(within):
+            if isinstance(node, cst.BaseExpression):
+                yield node
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Return the position of a node's first byte, and of the byte after its last."""
