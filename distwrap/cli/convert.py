@@ -1,4 +1,4 @@
-"""``python -m distwrap convert``: turns a script for one process, or for another library, into one with distwrap."""
+"""``python -m distwrap convert``: turns a script for one process, or with torch's DDP, into one with distwrap."""
 
 import argparse
 import difflib
@@ -16,8 +16,8 @@ def add_arguments(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "convert",
         description="Reads a training script, and prints a diff and a list of what it changed, what it did not, and "
-        "why. It never runs the script. Exit code: 0 where there is a result, 1 where the script "
-        "cannot be converted, 2 where a script cannot be read or written.",
+        "why. It never runs the script. Exit code: 0 where there is a result, 1 where the script cannot be converted, "
+        "2 where a script cannot be read or written, or uses Accelerate, Fabric or Horovod, which you convert by hand.",
     )
     parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="the script; only --write changes it")
     place = parser.add_mutually_exclusive_group()
@@ -35,7 +35,8 @@ def run(given: argparse.Namespace) -> int:
     """Convert a script, print the diff and the list; return the exit code.
 
     Raises:
-        ConversionError: the script cannot be read, or its result not written.
+        ConversionError: the script cannot be read, uses a library that is converted by hand, or its result cannot be
+            written.
     """
     require_libcst()
     from distwrap.convert.conversion import ConversionOptions

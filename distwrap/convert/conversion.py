@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import libcst as cst
 
@@ -12,9 +11,8 @@ from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.imports import Helpers
 from distwrap.convert.reach import Reach
-from distwrap.convert.script import Function, Script
+from distwrap.convert.script import Script
 
-Kind = Literal["model", "loader", "optimizer", "scheduler"]
 BY_HAND = (
     "by hand, in the file that makes the model: @distributed on the function that trains, wrap_model(model) before the "
     "optimizer, shard_loader(loader)"
@@ -36,20 +34,6 @@ class ConversionOptions:
     global_batch: bool = False
 
 
-class Prepared(NamedTuple):
-    """Something that Accelerate or Fabric prepares.
-
-    Attributes:
-        kind: model, loader, optimizer or scheduler.
-        path: the name or attribute that holds it.
-        function: the function in which it has this name, or None at module level.
-    """
-
-    kind: Kind
-    path: str
-    function: Function | None
-
-
 class Conversion:
     """State that the rules of a conversion share.
 
@@ -65,7 +49,6 @@ class Conversion:
         global_batch: whether the script's batch size is that of all ranks together.
         wrapped: names and attributes that hold wrapped models.
         wrapped_expressions: expressions that make these models.
-        prepared: objects that Accelerate or Fabric prepares.
         own_batches: training loops without a loader in which each rank has its own batches.
         split_batches: those of `own_batches` whose batches are divided among the ranks.
         averaged: expressions whose values are already averaged or added up over the ranks.
@@ -87,7 +70,6 @@ class Conversion:
         self.global_batch = options.global_batch
         self.wrapped: set[str] = set()
         self.wrapped_expressions: set[cst.CSTNode] = set()
-        self.prepared: list[Prepared] = []
         self.own_batches: set[cst.CSTNode] = set()
         self.split_batches: set[cst.CSTNode] = set()
         self.averaged: set[cst.CSTNode] = set()

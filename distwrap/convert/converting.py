@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from distwrap.convert.by_hand import refuse_other_libraries
 from distwrap.convert.conversion import BY_HAND, Conversion, ConversionOptions
 from distwrap.convert.findings import Notes
 from distwrap.convert.folding import at_lines_of, folded
@@ -35,7 +36,7 @@ def convert(script: Script, options: ConversionOptions | None = None) -> Convert
     """Convert a script, or leave it unchanged and say why.
 
     Raises:
-        ConversionError: two rules edit the same piece of text.
+        ConversionError: the script uses a library that is converted by hand, or two rules edit the same piece of text.
 
     Example:
         >>> convert(Script("print(3)")).is_result
@@ -49,6 +50,7 @@ def convert(script: Script, options: ConversionOptions | None = None) -> Convert
                 "python -m distwrap check looks for what may be missing",
             )  # fmt: skip
             return Converted(script.text, conversion.notes, True)
+    refuse_other_libraries(script)
     text = folded(script)
     if text is not None and text != script.text:
         return _convert_folded(script, Script(text, script.name), options)

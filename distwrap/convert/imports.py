@@ -17,36 +17,14 @@ class Helpers:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self._taken = script.bound_names
         self._names: dict[str, str] = {}
 
     def name(self, helper: str) -> str:
         """Return the name under which the script calls a helper, and mark it for import."""
         if helper not in self._names:
-            taken = helper in self._taken
+            taken = helper in self._script.bound_names
             self._names[helper] = f"distwrap_{helper}" if taken else helper
         return self._names[helper]
-
-    def replace_import(self, edits: Edits, full: str) -> None:
-        """Give a helper the name of another library's function, whose import is removed.
-
-        Args:
-            edits: the edits of the script.
-            full: the function's full name; its last part is the helper's name.
-        """
-        module, _, name = full.rpartition(".")
-        for statement in self._script.find(cst.ImportFrom):
-            names = statement.names
-            if isinstance(names, cst.ImportStar) or _module(statement) != module:
-                continue
-            kept = [each for each in names if _name(each) != name]
-            if len(kept) == len(names) - 1:
-                if kept:
-                    start, end = self._script.span(names[0])[0], self._script.span(names[-1])[1]
-                    edits.replace_span(start, end, self._script.listed(kept))
-                else:
-                    edits.remove(statement)
-                self._taken = self._taken - {name}
 
     def keep(self, used: set[str]) -> None:
         """Forget the helpers that the edited text does not use."""

@@ -28,17 +28,6 @@ COLLECTIVES = {
     ),
 }  # fmt: skip
 
-# Objects of libraries that start ranks
-
-ACCELERATOR = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
-FABRIC = ("lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.Fabric")
-HOROVOD = "horovod.torch"
-# Methods of Accelerate's and Fabric's objects that return their arguments.
-PREPARES = (
-    "prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler",
-    "setup", "setup_dataloaders", "setup_module", "setup_optimizers",
-)  # fmt: skip
-
 # Models and precision
 
 # Methods that return their own model or tensor, moved or changed.
@@ -60,8 +49,6 @@ SEEDS = (*CPU_SEEDS, "torch.cuda.manual_seed_all")
 SEED_FUNCTIONS = (
     "seed_everything", "set_seed", "setup_seed", "set_random_seed", "init_seeds", "fix_seed", "seed_all",
 )  # fmt: skip
-ACCELERATE_SEEDS = ("accelerate.utils.set_seed", "accelerate.utils.random.set_seed")
-FABRIC_SEEDS = ("lightning.fabric.seed_everything", "lightning.seed_everything", "lightning_fabric.seed_everything")
 # Functions that draw from the generators of the whole process.
 DRAWS = {
     f"{library}{name}"
@@ -100,7 +87,6 @@ WRITERS = (
 )  # fmt: skip
 RECORDS = ("wandb.log", "wandb.finish", "wandb.watch", "mlflow.log_metric", "mlflow.log_metrics", "mlflow.log_params")
 LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
-ACCELERATE_LOGGERS = ("accelerate.logging.get_logger",)
 
 # Files
 

@@ -7,19 +7,14 @@ import io
 import re
 import tokenize
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import libcst as cst
-from libcst.metadata import (
-    ByteSpanPositionProvider,
-    MetadataWrapper,
-    ParentNodeProvider,
-    QualifiedNameProvider,
-    QualifiedNameSource,
-)
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper, QualifiedNameSource, ScopeProvider
 
 from distwrap.errors import ConversionError
 
@@ -40,13 +35,14 @@ class Script:
         self.name, self.text, self.data = name, text, text.encode()
         _refuse_unreadable(text, name)
         try:
-            wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-            self.tree = wrapper.module
-            self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
-            self._parents: Any = wrapper.resolve(ParentNodeProvider)
-            self._names: Any = wrapper.resolve(QualifiedNameProvider)
+            self._wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+            self.tree = self._wrapper.module
+            self._spans: Any = self._wrapper.resolve(ByteSpanPositionProvider)
             self._nodes: list[cst.CSTNode] = []  # in the order of the text: those in a node follow it
-            self._places: dict[cst.CSTNode, slice] = {}  # in that list, of each node with those within it
+            self._places: dict[cst.CSTNode, range] = {}  # in that list, of each node with those within it
+            self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
+            self._of_kind: dict[type[cst.CSTNode], list[int]] = {}  # places in that list, for `find`
+            self._names: dict[cst.CSTNode, set[str]] = {}
             self._list(self.tree)
         except cst.ParserSyntaxError as error:
             raise ConversionError(f"{name}, line {error.raw_line}: libcst cannot read this: {error.message}") from error
@@ -65,20 +61,24 @@ class Script:
 
     def find(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
         """Yield the nodes of a kind, in the order of the text."""
-        for node in self.nodes(within):
-            if isinstance(node, kind):
-                yield node
+        if kind not in self._of_kind:
+            self._of_kind[kind] = [place for place, node in enumerate(self._nodes) if isinstance(node, kind)]
+        found, part = self._of_kind[kind], self._places[self.tree if within is None else within]
+        for place in found[bisect_left(found, part.start) : bisect_left(found, part.stop)]:
+            yield self._nodes[place]  # type: ignore[misc]
 
     def nodes(self, within: cst.CSTNode | None = None) -> Iterator[cst.CSTNode]:
         """Yield all nodes, or a node and all within it, in the order of the text."""
-        yield from self._nodes[self._places[self.tree if within is None else within]]
+        part = self._places[self.tree if within is None else within]
+        yield from self._nodes[part.start : part.stop]
 
     def _list(self, node: cst.CSTNode) -> None:
         start = len(self._nodes)
         self._nodes.append(node)
         for child in node.children:
+            self._parents[child] = node
             self._list(child)
-        self._places[node] = slice(start, len(self._nodes))
+        self._places[node] = range(start, len(self._nodes))
 
     def expressions(self, within: cst.CSTNode | None = None) -> Iterator[cst.BaseExpression]:
         """Yield all expressions, in the order of the text."""
@@ -102,8 +102,7 @@ class Script:
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the parent of a node; None for the file."""
-        found: cst.CSTNode | None = self._parents.get(node)
-        return found
+        return self._parents.get(node)
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield the ancestors of a node, from the innermost."""
@@ -143,10 +142,19 @@ class Script:
 
     def names(self, node: cst.CSTNode) -> set[str]:
         """Return the full names of an imported or builtin expression, such as ``"torch.nn.Linear"``."""
-        found = self._names.get(node) or set()
-        found = found() if callable(found) else found
-        kinds = (QualifiedNameSource.IMPORT, QualifiedNameSource.BUILTIN)
-        return {each.name for each in found if each.source in kinds}
+        if node not in self._names:
+            scope, kinds = self._scopes.get(node), (QualifiedNameSource.IMPORT, QualifiedNameSource.BUILTIN)
+            found = scope.get_qualified_names_for(node) if scope is not None else ()
+            self._names[node] = {each.name for each in found if each.source in kinds}
+        return self._names[node]
+
+    @cached_property
+    def _scopes(self) -> Any:
+        """The scope of each node, which takes libcst longest; of a script whose names nobody asks for, not at all."""
+        try:
+            return self._wrapper.resolve(ScopeProvider)
+        except RecursionError as error:
+            raise ConversionError(_nested(self.name)) from error
 
     def is_a(self, node: cst.CSTNode | None, *names: str) -> bool:
         """Return whether an expression, or a call's function, has one of the full names."""

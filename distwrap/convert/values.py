@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from distwrap.convert.names import MOVES, PREPARES
+from distwrap.convert.names import MOVES
 from distwrap.convert.script import Function, Script, argument, path_of
 
 
@@ -161,10 +161,6 @@ class Values:
         for binding in found:
             if binding.unpacked is not None and path_of(binding.unpacked.func) in self.functions:
                 yield from self._returns(binding.unpacked, binding.part, depth - 1)
-            elif binding.unpacked is not None and _returns_its_arguments(binding.unpacked):
-                args = binding.unpacked.args
-                if binding.part < len(args) and path_of(args[binding.part].value) != path:
-                    yield from self.sources(args[binding.part].value, depth - 1, returned=returned)
             elif binding.value is None:
                 yield None
             elif path_of(binding.value) == path or self._is_of_itself(binding.value, path):
@@ -220,10 +216,6 @@ class Values:
         if self.script.class_of(function) is not None:
             position -= 1  # self
         return [argument(call, name, position) for call in self.callers(function)]
-
-
-def _returns_its_arguments(call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Attribute) and call.func.attr.value in PREPARES
 
 
 def root_of(node: cst.CSTNode) -> cst.CSTNode:

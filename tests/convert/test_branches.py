@@ -8,69 +8,6 @@ from distwrap.convert.converting import Converted, convert
 from distwrap.convert.script import Script
 from tests.convert.test_left import left, plain
 
-HOROVOD = """
-import torch
-import horovod.torch as hvd
-from torch.utils.data import DataLoader
-
-def main():
-    hvd.init()
-    model = torch.nn.Linear(2, 2)
-    {compression}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
-    for x in DataLoader(data, batch_size=4):
-        model(x).mean().backward()
-        optimizer.step()
-
-main()
-"""
-
-FABRIC = """
-import torch
-from lightning.fabric import Fabric
-from torch.utils.data import DataLoader
-
-def main():
-    fabric = Fabric()
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = fabric.setup(model, optimizer)
-    with fabric.rank_zero_first({arguments}):
-        prepare_data()
-    for x in fabric.setup_dataloaders(DataLoader(data, batch_size=4)):
-        fabric.backward(model(x).mean())
-        optimizer.step()
-
-main()
-"""
-
-TRAINER = """
-import torch
-from accelerate import Accelerator
-from torch.utils.data import DataLoader
-
-class Trainer:
-    def __init__(self, data):
-        self.accelerator = Accelerator(mixed_precision="fp16")
-        self.model = torch.nn.Linear(2, 2)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.loader = DataLoader(data, batch_size=4)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.model, self.optimizer, self.loader)
-
-    def train(self):
-        for x in self.loader:
-            self.accelerator.backward(self.model(x).mean())
-            self.optimizer.step()
-
-def main():
-    trainer = Trainer(data)
-    trainer.train()
-    {code}
-
-main()
-"""
-
 SCALED = """
 import torch
 from torch.utils.data import DataLoader
@@ -92,29 +29,6 @@ class Trainer:
 
 def main():
     Trainer(data).train()
-
-main()
-"""
-
-STEPS = """
-import torch
-from accelerate import Accelerator
-from torch.utils.data import DataLoader
-
-def train(accelerator, model, optimizer, scheduler, loader):
-    for x in loader:
-        accelerator.backward(model(x).mean())
-        optimizer.step()
-        scheduler.step()
-
-def main():
-    accelerator = Accelerator(mixed_precision="fp16")
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    loader = DataLoader(data, batch_size=4)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    train(accelerator, model, optimizer, scheduler, loader)
 
 main()
 """
@@ -186,58 +100,11 @@ def refused(result: Converted) -> list[str]:
     return [each.seen for each in result.notes.of("unsure")]
 
 
-@pytest.mark.parametrize(
-    ("compression", "is_said"),
-    [("hvd.Compression.none", False), ("hvd.Compression.fp16 if half else hvd.Compression.none", True)],
-)
-def test_a_compression_goes(compression: str, is_said: bool) -> None:
-    """A variable for Horovod's compression goes with its optimizer, and the list says so where it halved precision."""
-    result = convert(Script(HOROVOD.format(compression=f"compression = {compression}")))
-    assert "compression" not in result.text
-    assert ("comm" in left(result)) is is_said
-
-
-def test_a_compression_that_is_used_otherwise_is_refused() -> None:
-    """A compression that goes anywhere but to the optimizer is not removed."""
-    line = "compression = hvd.Compression.fp16; print(compression)"
-    assert refused(convert(Script(HOROVOD.format(compression=line)))) == [line]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "becomes"), [("", ""), ("local=False", ""), ("local=True", "local=True"), ("True", "local=True")]
-)
-def test_fabrics_first_rank(arguments: str, becomes: str) -> None:
-    """Fabric's block for rank 0 first is distwrap's, on each node where ``local=`` says so."""
-    assert f"with rank_zero_first({becomes}):" in convert(Script(FABRIC.format(arguments=arguments))).text
-
-
-def test_fabrics_first_rank_with_other_arguments_is_refused() -> None:
-    """Arguments that rank_zero_first does not have are not guessed."""
-    assert refused(convert(Script(FABRIC.format(arguments="False, True")))) == [
-        "with fabric.rank_zero_first(False, True):"
-    ]
-
-
-def test_an_object_that_is_an_attribute_is_converted() -> None:
-    """All uses of an Accelerator that is an attribute of self are converted, or none is."""
-    text = convert(Script(TRAINER.format(code="pass"))).text
-    assert "accelerator" not in text.lower()
-    assert "optimizer_step(self.optimizer)" in text
-    assert refused(convert(Script(TRAINER.format(code="trainer.accelerator.print(3)"))))
-
-
 def test_a_scaler_that_is_an_attribute_is_converted() -> None:
     """A scaler that is an attribute of self goes with all its uses."""
     text = convert(Script(SCALED)).text
     assert "scaler" not in text
     assert "optimizer_step(self.optimizer)" in text
-
-
-def test_prepared_steps_in_another_function() -> None:
-    """A function that is handed a prepared optimizer and schedule steps both as Accelerate does."""
-    text = convert(Script(STEPS)).text
-    assert "        optimizer_step(optimizer)\n        for _ in range(world_size()): scheduler.step()\n" in text
-    assert "train(model, optimizer, scheduler, loader)" in text
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """Scripts before and after: the text, and what both compute.
 
-A case is a script under ``cases/``, with the text beside it that it is to become. Each is executed: the script as it
-was in one process, with a batch of eight, and the converted one in one process and on two ranks with four each. Where
-the libraries of a script are not installed, ``NAME.reference.py`` is the same training in plain torch, and is executed
-in its place.
+A case is a script under ``cases/``, with the text beside it that it is to become. Where one is executed, the script as
+it was runs in one process, with a batch of eight, and the converted one in one process and on two ranks with four each.
 """
 
 from __future__ import annotations
@@ -14,17 +12,33 @@ from typing import Any
 import pytest
 import torch
 
+from distwrap.convert.checking import check
 from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import Converted, convert
 from distwrap.convert.script import Script, read
-from tests.convert.runner import Runner, torchrun_variables
+from tests.convert.runner import run, torchrun_variables
+from tests.slow import nightly, slow
 
 CASES = Path(__file__).parent / "cases"
 BEFORE = sorted(path for path in CASES.glob("*/*.py") if path.name.count(".") == 1)
 GLOBAL_BATCH = "data_parallel"  # the folder of scripts whose batch is that of all devices together
 BATCH = 8
 
-each_case = pytest.mark.parametrize("path", BEFORE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+# One of each kind, and one whose ranks draw their own batches; the first is for `make test` too.
+TRAINED = ("plain-module_level", "plain-drawn_batches", "ddp-resume", "spawn-classic", "data_parallel-trainer")
+NIGHTLY = f"test_the_text has its text, and {', '.join(TRAINED)} are executed"
+
+
+def named(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
+
+
+def executed(path: Path) -> Any:
+    """Return a case for the tests that execute it."""
+    if named(path) == TRAINED[0]:
+        return path
+    why = "runs a program before and after its conversion"
+    return slow(path, why=why) if named(path) in TRAINED else nightly(path, row="convert", why=NIGHTLY)
 
 
 def converted(path: Path) -> Converted:
@@ -35,12 +49,15 @@ def after(path: Path) -> Path:
     return path.with_suffix(".after.py")
 
 
-@each_case
+@pytest.mark.parametrize("path", BEFORE, ids=named)
 def test_the_text(path: Path) -> None:
-    """A script becomes the text beside it, to the byte."""
-    result = converted(path)
+    """A script becomes the text beside it, to the byte; check finds nothing in a plain one, before and after."""
+    script, expected = read(path)[0], after(path).read_bytes().decode()
+    result = convert(script, ConversionOptions())
     assert result.is_result, [each.text(path.name) for each in result.notes]
-    assert result.text == after(path).read_bytes().decode()
+    assert result.text == expected
+    if path.parent.name == "plain":
+        assert not [*check(script), *check(Script(expected))]
 
 
 def test_a_script_that_imports_distwrap_is_left() -> None:
@@ -51,15 +68,13 @@ def test_a_script_that_imports_distwrap_is_left() -> None:
     assert [each.rule for each in result.notes] == ["converted"]
 
 
-@each_case
-@pytest.mark.slow("runs each program before and after its conversion")
-def test_it_trains_as_before(path: Path, runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [executed(path) for path in BEFORE], ids=named)
+def test_it_trains_as_before(path: Path, tmp_path: Path) -> None:
     """The original in one process, the converted script in one process and on two ranks end with the same weights."""
-    reference = path.with_suffix(".reference.py")
     weights = [
-        trained(runner, reference if reference.exists() else path, tmp_path / "original.pt", 1, as_torchrun=True),
-        trained(runner, after(path), tmp_path / "alone.pt", 1),
-        trained(runner, after(path), tmp_path / "ranks.pt", 2, as_torchrun=True),
+        trained(path, tmp_path / "original.pt", 1, as_torchrun=True),
+        trained(after(path), tmp_path / "alone.pt", 1),
+        trained(after(path), tmp_path / "ranks.pt", 2, as_torchrun=True),
     ]
     # One process shuffles as torch does, and ranks as DistributedSampler does.
     compared = weights[2:] if "shuffle=True" in after(path).read_text() else weights[1:]
@@ -67,13 +82,12 @@ def test_it_trains_as_before(path: Path, runner: Runner, tmp_path: Path) -> None
         assert differences(weights[0], found) < 1e-6
 
 
-def trained(runner: Runner, script: Path, out: Path, ranks: int, *, as_torchrun: bool = False) -> Any:
-    """Run a script, and return the weights that it has saved, after a look at what its ranks have printed."""
+def trained(script: Path, out: Path, ranks: int, *, as_torchrun: bool = False) -> Any:
+    """Run a script, and return the weights that it has saved."""
     each = BATCH if GLOBAL_BATCH in script.parts else BATCH // ranks
-    shared = {"BATCH": str(each), "OUT": str(out), "DISTWRAP_QUIET": "1"}
+    shared = {"BATCH": str(each), "OUT": str(out)}
     places = torchrun_variables(ranks) if as_torchrun else [{}] * ranks
-    for code, text in runner.run(script, [{**shared, **own} for own in places]):
-        assert code == 0, text
+    run(script, [{**shared, **own} for own in places])
     return torch.load(out, weights_only=True)
 
 

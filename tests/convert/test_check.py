@@ -8,9 +8,7 @@ import pytest
 
 from distwrap.cli import main
 from distwrap.convert.checking import check
-from distwrap.convert.script import Script, read
-
-CASES = Path(__file__).parent / "cases"
+from distwrap.convert.script import Script
 
 HEAD = """
 import random
@@ -237,12 +235,6 @@ def test_a_fault_is_found(rule: str, code: str) -> None:
 def test_what_is_right_is_not_found(code: str) -> None:
     """Nothing is found in code that is right, or is to be ignored."""
     assert not list(check(Script(HEAD + code)))
-
-
-@pytest.mark.parametrize("path", sorted(CASES.glob("plain/*.py")), ids=lambda path: path.name)
-def test_nothing_is_found_in_plain_scripts(path: Path) -> None:
-    """A script for one process, and a converted one, have no faults."""
-    assert not list(check(read(path)[0]))
 
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,14 +124,6 @@ def test_wishes() -> None:
             "trains alone",
         ),
         (
-            "from accelerate import Accelerator\nimport torch\naccelerator = Accelerator()\n"
-            "model = torch.nn.Linear(1, 1)\n"
-            "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n"
-            "    with accelerator.accumulate(model):\n        accelerator.backward(model(x))\n"
-            "        optimizer.step()\n",
-            "accumulate used in this way has no equal",
-        ),
-        (
             "import torch\nother = 0\ndef count():\n    global steps, other\n    steps += 1\nsteps = 0\n"
             "model = torch.nn.Linear(1, 1)\n"
             "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n    model(x).backward()\n"
@@ -148,18 +140,6 @@ def test_what_is_not_clear_is_refused(code: str, why: str, tmp_path: Path, capsy
     told = capsys.readouterr()
     assert why in told.out + told.err
     assert script.read_text() == code
-
-
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_a_sum_over_a_divided_batch_is_said() -> None:
-    """Gradients of a loss that is a sum become less where the batch size is that of all ranks: the list says so."""
-    before = (CASE.parents[2] / "programs" / "vae.py").read_text()
-    rules = {
-        each: {note.rule for note in convert(Script(before), ConversionOptions(global_batch=each)).notes}
-        for each in (0, 1)
-    }
-    assert "sum" in rules[1]
-    assert "sum" not in rules[0]
 
 
 GUARDED = """

@@ -1,7 +1,7 @@
-"""Whole programs of those who use DDP, Accelerate, Fabric or Horovod, and what they become.
+"""Whole programs of those who use DDP, `mp.spawn` or DataParallel, and what they become.
 
-Each was written without a thought of the conversion. The program, or the same training in plain torch where its package
-is not installed, runs in one process; the converted one on two ranks, with the same samples in each step.
+Each was written without a thought of the conversion. The program runs in one process, and the converted one on two
+ranks, with the same samples in each step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import pytest
 import torch
 
 from distwrap import strip_module_prefix
-from distwrap.convert.checking import check
-from distwrap.convert.converting import convert
-from distwrap.convert.script import Script
-from tests.convert.runner import Runner, torchrun_variables
-from tests.convert.test_cases import after, converted, differences
+from tests.convert.runner import run, torchrun_variables
+from tests.convert.test_cases import NIGHTLY, after, converted, differences
 from tests.ports import free_port
 
 PROGRAMS = Path(__file__).parent / "peers"
@@ -34,7 +31,6 @@ class Run:
         two: of the converted one, on each of two ranks.
         out: the file that is written.
         key: of the weights in it; empty where they are all that is there.
-        reference: the words for the same training in plain torch.
         left: the rules of what was left as it is.
     """
 
@@ -42,7 +38,6 @@ class Run:
     two: str
     out: str
     key: str = ""
-    reference: str = ""
     left: tuple[str, ...] = ()
 
 
@@ -54,13 +49,6 @@ RUNS = {
     ),
     "torchrun": Run("3 1 --batch_size 8", "3 1 --batch_size 4", "snapshot.pt", "MODEL_STATE"),
     "data_parallel": Run("--batch-size 16", "--batch-size 16", "digits_cnn.pt"),
-    "accelerate_text": Run(
-        "", "--cpu --batch_size 4 --gradient_accumulation_steps 3", "results/pytorch_model.bin", reference="8 3"
-    ),
-    "fabric_net": Run("", "--batch-size 8 --save-model", "digits.pt", "model", reference="16"),
-    "horovod_net": Run(
-        "", "--batch-size 8 --lr 0.01", "checkpoint-4.pth.tar", "model", reference="16 0.02", left=("comm",)
-    ),
 }  # fmt: skip
 
 each_program = pytest.mark.parametrize("name", RUNS)
@@ -81,37 +69,20 @@ def test_the_text(name: str) -> None:
 
 
 @each_program
-@pytest.mark.slow("runs each program before and after its conversion")
-def test_nothing_is_done_or_found_twice(name: str) -> None:
-    """A second conversion changes nothing, and lines of the list are those of the program."""
-    text = after(program(name)).read_text()
-    assert convert(Script(text)).text == text
-    assert not [each for each in check(Script(text)) if each.rule not in ("save", "own-sum")]
-    lines = program(name).read_text().splitlines()
-    for each in converted(program(name)).notes:
-        assert each.seen == lines[each.line - 1].strip()
-
-
-@each_program
-@pytest.mark.slow("runs each program before and after its conversion")
-def test_it_trains_as_before(name: str, runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.nightly(row="convert", why=NIGHTLY)
+def test_it_trains_as_before(name: str, tmp_path: Path) -> None:
     """The program in one process and the converted one on two ranks end with the same weights."""
-    run, reference = RUNS[name], program(name).with_suffix(".reference.py")
-    first = (reference, run.reference) if reference.exists() else (program(name), run.one)
-    weights = [
-        trained(runner, *first, tmp_path / "one", 1, run),
-        trained(runner, after(program(name)), run.two, tmp_path / "two", 2, run),
-    ]
-    assert differences(*weights) < 1e-6
+    how = RUNS[name]
+    one = trained(program(name), how.one, tmp_path / "one", 1, how)
+    two = trained(after(program(name)), how.two, tmp_path / "two", 2, how)
+    assert differences(one, two) < 1e-6
 
 
-def trained(runner: Runner, script: Path, words: str, folder: Path, ranks: int, run: Run) -> Any:
+def trained(script: Path, words: str, folder: Path, ranks: int, how: Run) -> Any:
     """Run a program in a folder of its own, and return the weights that it has saved."""
     folder.mkdir()
-    port, shared = str(free_port()), {"DISTWRAP_QUIET": "1", "ACCELERATE_USE_CPU": "1"}
     told = ranks > 1 or TORCHRUN in script.name
-    each = [{**shared, **own} for own in (torchrun_variables(ranks) if told else [{}])]
-    for code, text in runner.run(script, each, arguments=words.format(port=port).split(), folder=folder):
-        assert code == 0, text
-    found = torch.load(folder / run.out, weights_only=False)
-    return strip_module_prefix(found[run.key] if run.key else found)
+    places = torchrun_variables(ranks) if told else [{}]
+    run(script, places, arguments=words.format(port=free_port()).split(), folder=folder)
+    found = torch.load(folder / how.out, weights_only=False)
+    return strip_module_prefix(found[how.key] if how.key else found)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from difflib import unified_diff
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +19,19 @@ from distwrap.convert.checking import check
 from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import convert
 from distwrap.convert.script import Script, read
-from tests.convert.runner import Runner, torchrun_variables
-from tests.convert.test_cases import after, differences
+from tests.convert import runner
+from tests.convert.runner import torchrun_variables
+from tests.convert.test_cases import NIGHTLY, after, differences
+from tests.slow import nightly, slow
 
 PROGRAMS = Path(__file__).parent / "programs"
 ALL = sorted(path for path in PROGRAMS.glob("*.py") if path.name.count(".") == 1)
 
-each_program = pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+HEART = "classifier"  # the one whose text is for `make test`, and which `make test-all` runs
+LONG = "reads a program of hundreds of lines"
+
+at_night = pytest.mark.nightly(row="convert", why=NIGHTLY)
+by_each_way = pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
 
 # For each program whose weights can be compared: its file of weights, the arguments, and those for the batch size. All
 # samples are in one batch where the loader shuffles, since one process shuffles in another order than several ranks.
@@ -38,47 +42,37 @@ COMPARED = {
 }
 
 
-@each_program
+@pytest.mark.parametrize(
+    "path", [path if path.stem == HEART else slow(path, why=LONG) for path in ALL], ids=lambda path: path.stem
+)
 def test_the_text(path: Path) -> None:
-    """A program becomes the text beside it, with nothing unsure, and another conversion leaves that as it is."""
-    result = convert(read(path)[0], ConversionOptions())
+    """A program becomes the text beside it, with nothing unsure; check finds no fault in either."""
+    script = read(path)[0]
+    result = convert(script, ConversionOptions())
     assert result.text == after(path).read_text()
     assert [each.text(path.name) for each in result.notes.of("unsure")] == []
-    assert convert(Script(result.text)).text == result.text
+    assert [each.text(path.name) for each in (*check(script), *check(Script(result.text)))] == []
 
 
-@each_program
-@pytest.mark.slow("reads programs of hundreds of lines")
-def test_check_finds_nothing(path: Path) -> None:
-    """Neither the program for one process nor the converted one has a fault."""
-    assert [each.text(path.name) for each in (*check(read(path)[0]), *check(read(after(path))[0]))] == []
-
-
-def test_the_table_counts_right() -> None:
-    """The page about the conversion has a row for each program here, with its lines and those that were written."""
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "convert.md").read_text()
-    for path in ALL:
-        row = re.search(rf"programs/{path.name}\) \|.*?\| (\d+) \| (\d+) \| 0 \|", page)
-        assert row is not None, path.name
-        old, new = (
-            [line.strip() for line in each.read_text().splitlines() if line.strip()] for each in (path, after(path))
-        )
-        written = sum(line[0] == "+" for line in list(unified_diff(old, new, n=0))[2:])
-        assert (int(row[1]), int(row[2])) == (len(path.read_text().splitlines()), written), path.name
-
-
-@pytest.mark.parametrize("name", COMPARED)
-@pytest.mark.slow("runs each program before and after its conversion")
-def test_the_weights_are_those_of_one_process(name: str, runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        slow(name, why="runs a program before and after its conversion")
+        if name == HEART
+        else nightly(name, row="convert", why=NIGHTLY)
+        for name in COMPARED
+    ],
+)
+def test_the_weights_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     """Two ranks with half the batch each end with the weights of one process, and so does the program on one rank."""
     path = PROGRAMS / f"{name}.py"
     file, arguments, word, size = COMPARED[name]
     whole, half = [*arguments, word, str(size)], [*arguments, word, str(size // 2)]
     runs = [
-        run(runner, path, tmp_path / "original", whole),
-        run(runner, after(path), tmp_path / "alone", whole),
-        run(runner, after(path), tmp_path / "decorator", half, ranks=2),
-        run(runner, after(path), tmp_path / "torchrun", half, ranks=2, as_torchrun=True),
+        run(path, tmp_path / "original", whole),
+        run(after(path), tmp_path / "alone", whole),
+        run(after(path), tmp_path / "decorator", half, ranks=2),
+        run(after(path), tmp_path / "torchrun", half, ranks=2, as_torchrun=True),
     ]
     weights = [torch.load(tmp_path / each / file) for each in ("original", "alone", "decorator", "torchrun")]
     weights = [found.get("model", found) for found in weights]
@@ -88,15 +82,15 @@ def test_the_weights_are_those_of_one_process(name: str, runner: Runner, tmp_pat
         assert evaluations(said) == pytest.approx(evaluations(runs[0]), abs=2e-4)
 
 
-@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
+@by_each_way
 @pytest.mark.parametrize("name", ["vae", "dcgan"])
-@pytest.mark.slow("runs each program before and after its conversion")
-def test_without_learning_the_numbers_stay(name: str, as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+@at_night
+def test_without_learning_the_numbers_stay(name: str, as_torchrun: bool, tmp_path: Path) -> None:
     """Models are made alike on all ranks, and an evaluation of what no rank draws is that of one process."""
     path = PROGRAMS / f"{name}.py"
     arguments = ["--lr", "0"] if name == "vae" else ["--lr", "0", "--manualSeed", "3"]
-    first = run(runner, path, tmp_path / "original", arguments)
-    second = run(runner, after(path), tmp_path / "ranks", arguments, ranks=2, as_torchrun=as_torchrun)
+    first = run(path, tmp_path / "original", arguments)
+    second = run(after(path), tmp_path / "ranks", arguments, ranks=2, as_torchrun=as_torchrun)
     for file in ["results/vae.pt"] if name == "vae" else ["netG_epoch_1.pth", "netD_epoch_1.pth"]:
         one, other = (torch.load(tmp_path / each / file) for each in ("original", "ranks"))
         trained = [key for key in one if "running" not in key and "num_batches" not in key]
@@ -105,35 +99,36 @@ def test_without_learning_the_numbers_stay(name: str, as_torchrun: bool, runner:
     assert len(list((tmp_path / "ranks").rglob("*.pt*"))) == len(list((tmp_path / "original").rglob("*.pt*")))
 
 
-@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
-@pytest.mark.slow("runs each program before and after its conversion")
-def test_what_each_rank_draws_trains_one_model(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+@by_each_way
+@at_night
+def test_what_each_rank_draws_trains_one_model(as_torchrun: bool, tmp_path: Path) -> None:
     """The transformer learns, prints each step once, and writes a checkpoint from which one process goes on."""
     path, folder = PROGRAMS / "small_gpt.py", tmp_path / "run"
-    said = run(runner, after(path), folder, [], ranks=2, as_torchrun=as_torchrun)
+    said = run(after(path), folder, [], ranks=2, as_torchrun=as_torchrun)
     losses = [float(each) for each in re.findall(r"iter \d+: loss ([\d.]+)", said)]
     assert len(losses) == 13
     assert losses[-1] < losses[0] - 0.3
     saved = torch.load(folder / "out" / "ckpt.pt")
-    more = run(runner, path, folder, [], INIT_FROM="resume", MAX_ITERS="14")
+    more = run(path, folder, [], INIT_FROM="resume", MAX_ITERS="14")
     assert f"iter {saved['iter_num']}: loss" in more
 
 
-@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
-def test_ranks_play_episodes_of_their_own(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+@by_each_way
+@at_night
+def test_ranks_play_episodes_of_their_own(as_torchrun: bool, tmp_path: Path) -> None:
     """All ranks leave the loop together, where the first has solved it, and rank 0 writes the policy."""
     path = PROGRAMS / "reinforce.py"
     arguments = ["--threshold", "6.5", "--save", "policy.pt"]
-    said = run(runner, after(path), tmp_path / "run", arguments, ranks=2, as_torchrun=as_torchrun)
+    said = run(after(path), tmp_path / "run", arguments, ranks=2, as_torchrun=as_torchrun)
     assert said.count("Solved!") == 1
     assert all(math.isfinite(each.sum()) for each in torch.load(tmp_path / "run" / "policy.pt").values())
 
 
-@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
-@pytest.mark.slow("runs each program before and after its conversion")
-def test_ranks_learn_from_memories_of_their_own(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+@by_each_way
+@at_night
+def test_ranks_learn_from_memories_of_their_own(as_torchrun: bool, tmp_path: Path) -> None:
     """Episodes end on all ranks together, since the optimizer steps within them."""
-    said = run(runner, after(PROGRAMS / "dqn.py"), tmp_path / "run", [], ranks=2, as_torchrun=as_torchrun)
+    said = run(after(PROGRAMS / "dqn.py"), tmp_path / "run", [], ranks=2, as_torchrun=as_torchrun)
     assert said.count("episode") == 10
     assert all(math.isfinite(each.sum()) for each in torch.load(tmp_path / "run" / "dqn.pt").values())
 
@@ -146,22 +141,9 @@ def evaluations(said: str) -> list[float]:
 
 
 def run(
-    runner: Runner,
-    script: Path,
-    folder: Path,
-    arguments: Sequence[str],
-    *,
-    ranks: int = 1,
-    as_torchrun: bool = False,
-    **env: Any,
+    script: Path, folder: Path, arguments: Sequence[str], *, ranks: int = 1, as_torchrun: bool = False, **env: str
 ) -> str:
     """Run a program in a folder, and return what rank 0 has printed."""
     folder.mkdir(exist_ok=True)
-    shared = {"DISTWRAP_QUIET": "1", "DISTWRAP_NPROCS": str(ranks), **env}
-    if as_torchrun:
-        del shared["DISTWRAP_NPROCS"]
-    own = torchrun_variables(ranks) if as_torchrun else [{}]
-    found = runner.run(script, [{**shared, **each} for each in own], arguments=arguments, folder=folder)
-    for code, said in found:
-        assert code == 0, said
-    return found[0][1]
+    own = torchrun_variables(ranks) if as_torchrun else [{"DISTWRAP_NPROCS": str(ranks)}]
+    return runner.run(script, [{**env, **each} for each in own], arguments=arguments, folder=folder)

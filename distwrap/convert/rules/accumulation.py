@@ -16,7 +16,7 @@ def accumulate_in_windows(conversion: Conversion) -> None:
         if every is None or not isinstance(each.loop, cst.For) or not conversion.may_change(each.loop):
             continue
         model = _model_called(conversion, each)
-        if model is None or take_windows(conversion, each.loop, every, model) is None:
+        if model is None or not _take_windows(conversion, each.loop, every, model):
             conversion.left(
                 each.loop, "accumulate", f"it steps every {every} batches, and exchanges gradients in each, which "
                 f"is right but slower", f"for batch, window in accumulate(loader, {every}, model)",
@@ -64,20 +64,17 @@ def _model_called(conversion: Conversion, loop: TrainingLoop) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def take_windows(conversion: Conversion, loop: cst.For, every: str, model: str) -> str | None:
-    """Make a loop iterate over windows; return the window's name, or None if the loop is too complex."""
+def _take_windows(conversion: Conversion, loop: cst.For, every: str, model: str) -> bool:
+    """Make a loop over ``enumerate(loader)`` go through windows; return whether it is plain enough for that."""
     script = conversion.script
     iterated = conversion.facts.iterated(loop)
-    batch: cst.CSTNode = loop.target
-    if isinstance(loop.iter, cst.Call) and script.is_a(loop.iter, "builtins.enumerate"):
-        if not isinstance(loop.target, cst.Tuple) or len(loop.target.elements) != 2:
-            return None
-        batch = loop.target.elements[1].value
-        whole = loop.iter.args[0].value
-    else:
-        whole = loop.iter
-    if whole is not iterated:
-        return None
+    match loop:
+        case cst.For(target=cst.Tuple(elements=[_, element]), iter=cst.Call(args=[first, *_])) if (
+            first.value is iterated
+        ):
+            batch = element.value
+        case _:
+            return False
     window = "window" if "window" not in script.bound_names else "distwrap_window"
     start, end = script.span(batch)
     text = script.data[start:end].decode()
@@ -86,8 +83,7 @@ def take_windows(conversion: Conversion, loop: cst.For, every: str, model: str) 
         start, end = script.data.rfind(b"(", 0, start), script.data.find(b")", end) + 1
         text = script.data[start:end].decode()
     text = f"({text})" if is_bare else text
-    pair = f"{text}, {window}"
-    conversion.edits.replace_span(start, end, pair if batch is loop.target else f"({pair})")
+    conversion.edits.replace_span(start, end, f"({text}, {window})")
     conversion.edits.wrap(iterated, f"{conversion.helpers.name('accumulate')}(", f", {every}, {model})")
     conversion.done(loop, "accumulate", "gradients are exchanged once a window, at the step")
-    return window
+    return True

@@ -6,11 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.sources.accelerate import convert_accelerate, is_accelerate
 from distwrap.convert.sources.data_parallel import convert_data_parallel, is_data_parallel
 from distwrap.convert.sources.ddp import convert_ddp, is_ddp
-from distwrap.convert.sources.fabric import convert_fabric, is_fabric
-from distwrap.convert.sources.horovod import convert_horovod, is_horovod
 from distwrap.convert.sources.plain import convert_plain
 from distwrap.convert.sources.spawn import convert_spawn, is_spawn
 
@@ -30,9 +27,6 @@ class Source(NamedTuple):
 
 
 SOURCES = (
-    Source(is_accelerate, convert_accelerate),
-    Source(is_fabric, convert_fabric),
-    Source(is_horovod, convert_horovod),
     Source(is_spawn, convert_spawn, needs_loop=False),
     Source(is_ddp, convert_ddp, needs_loop=False),
     Source(is_data_parallel, convert_data_parallel),
