@@ -60,7 +60,7 @@ def record(wanted: list[str], jobs: int) -> None:
 
 def why_wrong(name: str) -> str:
     """Return why what a program gives is not right, by its own first line; ``""`` where it is right."""
-    if not name.startswith(tuple(TABLE["wrong"])) or name in TABLE["right"]:
+    if not name.startswith(tuple(TABLE["wrong"])) or name.partition(": ")[0] in TABLE["right"]:
         return ""
     first = (PROGRAMS / name.partition(": ")[0]).read_text().partition("\n")[0]
     return first.strip('"') if first.startswith('"""') else "see its text"

@@ -67,7 +67,7 @@ def error_of(printed: str) -> str:
     >>> error_of("Traceback …\\n  x\\ndistwrap.errors.OptionError: an option\\n\\nand more\\n")
     'OptionError'
     """
-    found = [error[1] for line in printed.splitlines() if (error := _ERROR.match(line))]
+    found = [error[1] for line in printed.splitlines() if (error := _ERROR.match(re.sub(r"^\[rank\d+\]: ", "", line)))]
     return found[-1] if found else ""
 
 
