@@ -26,7 +26,7 @@ class Clock(HostClock):
 
     time = 0.0
 
-    def now(self) -> float:  # type: ignore[override]
+    def now(self) -> float:
         return self.time
 
 

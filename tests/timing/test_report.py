@@ -157,7 +157,7 @@ def test_one_in_another_is_refused() -> None:
         pass
 
 
-def _asked_for(how: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def _asked_for(how: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.delenv("DISTWRAP_QUIET")
     if how == "option":
         return {"report": str(path)}
