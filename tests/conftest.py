@@ -119,6 +119,12 @@ def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatc
     monkeypatch.setattr(base, "launch", checked)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave what needs an accelerator out of `make test`: a compiler works a minute for the pretended one."""
+    if item.get_closest_marker("gpu"):
+        item.add_marker(pytest.mark.slow("on pretended devices"))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Let a test that needs an accelerator run once for each number of devices that it names, or with one.
 

@@ -130,6 +130,8 @@ class _Costs:
         write("; ".join(f"{folder} {seconds:.0f}" for folder, seconds in folders.most_common()))
         for file, seconds in _summed(self._seconds, lambda nodeid: nodeid.partition("::")[0]).most_common(30):
             write(f"{seconds:7.1f} s  {file}")
+        started = _summed(self._interpreters, lambda nodeid: nodeid.partition("::")[0])
+        write("interpreters: " + "; ".join(f"{file} {count}" for file, count in started.most_common() if count))
         sums = f"{self._seconds.total():.0f} processor seconds, {self._interpreters.total()} interpreters"
         write(f"{sums}; import torch takes {self._scale * IMPORT_SECONDS:.1f} s of a processor")
         for words in self._over():

@@ -49,6 +49,11 @@ def reaped(children: set[int]) -> set[int]:
     return {each for each in children if each in _own or not _has_ended(each)}
 
 
+def lives(pid: int) -> bool:
+    """Return whether a process has not ended; one that is our child now, and has ended, is waited for."""
+    return not _has_ended(pid)
+
+
 def is_orphan(child: int) -> bool:
     """Return whether a child of this process was started by another."""
     return child not in _own

@@ -14,6 +14,7 @@ from distwrap import locked_folder
 from distwrap.network.waiting import wait_until
 from tests.forked_commands import PYTHON
 from tests.limits import SOON
+from tests.orphans import lives
 
 HOLDER = """
 import os, signal
@@ -56,7 +57,7 @@ def test_a_killed_owners_is_removed(temporary: Path) -> None:
         assert folder.exists()
         holder.kill()
         holder.wait(20)
-        assert wait_until(lambda: not Path(f"/proc/{owner}").exists(), SOON)
+        assert wait_until(lambda: not lives(owner), SOON)
         seen: list[Path] = []
         locked_folder.remove_abandoned("other")
         assert folder.exists()

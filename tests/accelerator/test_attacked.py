@@ -18,7 +18,7 @@ from distwrap.devices.kinds import kind_of_torch
 from distwrap.errors import ModelError, OptionError
 from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
-from tests.accelerator.marks import again, in_nightly
+from tests.accelerator.marks import in_nightly
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +67,6 @@ def _evaluated() -> float:
         return float(model.running_mean.sum())
 
 
-@again
 @pytest.mark.gpu(2)
 def test_statistics_are_taken_over_once_they_are_computed() -> None:
     """Also of a rank 0 that computes in a stream of its own, and comes later."""
@@ -134,7 +133,6 @@ def test_moved_parameters_are_what_they_were(devices: int) -> None:
     run_ranks(_moved, devices, timeout=60)
 
 
-@again
 def test_a_lazy_module_says_so() -> None:
     """A layer without a shape cannot be moved where parameters are swapped."""
 
@@ -178,7 +176,6 @@ class Tagged(torch.Tensor):
     """A tensor of a class of its own."""
 
 
-@again
 @pytest.mark.gpu(2)
 def test_objects_of_other_classes_are_on_no_other_ranks_device() -> None:
     """They come out on the CPU."""
@@ -203,7 +200,6 @@ class OneBuffer:
         return self.buffer.copy_(batch)
 
 
-@again
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_buffer_that_is_filled_again(ahead: bool) -> None:
     """A batch that was copied ahead is not the next one."""
@@ -233,7 +229,6 @@ def test_tensors_of_either_memory_under_any_backend(backend: str) -> None:
     assert run() == [[zero, zero, zero + one, one, one, True, "cpu"]] * 2
 
 
-@again
 @pytest.mark.gpu(2)
 def test_a_tensor_on_another_ranks_device() -> None:
     """A collective takes it by way of the rank's own, and gives back what is on its device."""

@@ -16,7 +16,7 @@ import distwrap as dw
 from distwrap.devices import streams, transfer
 from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
-from tests.accelerator.marks import again, in_nightly
+from tests.accelerator.marks import in_nightly
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,6 @@ def is_pretended() -> bool:
     return accelerator() == "pretend"
 
 
-@again
 def test_tensors_on_the_wrong_device() -> None:
     """A tensor of the CPU beside one of the device, memory that is not the CPU's, and an index that is not there."""
     x = torch.ones(3, device=accelerator())
@@ -54,7 +53,6 @@ def _batches() -> list[torch.Tensor]:
     return [batch[0].clone().cpu() for batch in transfer.on_device(loader, device, ahead=True, pinned=True)]
 
 
-@again
 def test_without_the_wait_for_the_copies_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch that is copied on a stream of its own nothing is there until the program's stream has waited."""
     expected = torch.arange(64.0).reshape(32, 2)
@@ -79,7 +77,6 @@ def test_without_a_wait_another_streams_results_are_not_there() -> None:
     assert side.reached(done)
 
 
-@again
 def test_memory_that_another_stream_uses_is_not_freed_early() -> None:
     """Freed memory is its stream's next tensor, unless it was said that another stream uses it."""
     device = torch.device(accelerator(), 0)

@@ -15,7 +15,7 @@ from distwrap.errors import CollectiveError
 from distwrap.launch.outcome import success
 from distwrap.launch.worker import PipeLink
 from tests.accelerator import accelerator
-from tests.accelerator.marks import again, in_nightly
+from tests.accelerator.marks import in_nightly
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,6 @@ serve(ours.detach())
     assert not done.stdout
 
 
-@again
 def test_a_rank_whose_caller_is_gone() -> None:
     """Its report reaches nobody, and is no failure of the rank."""
     theirs, ours = Pipe()

@@ -20,7 +20,7 @@ from distwrap.testing import check_strategy, run_ranks
 from distwrap.testing.behaviours import BEHAVIOURS
 from tests import training
 from tests.accelerator import accelerator
-from tests.accelerator.marks import again, in_nightly
+from tests.accelerator.marks import in_nightly
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
 from tests.strategies.conformance import AGAIN, CELLS, HEART, Cell
 
@@ -149,7 +149,6 @@ def _told(folder: str, at: int) -> int:
     return current_world().counts[f"said no random numbers of {accelerator()}"]
 
 
-@again
 @pytest.mark.gpu(2)
 def test_resumed_from_the_cpu(tmp_path: Path) -> None:
     """A run of the CPU is taken up on devices, and a line says once that it has no random numbers of theirs."""
@@ -161,7 +160,6 @@ def test_resumed_from_the_cpu(tmp_path: Path) -> None:
     assert run_ranks(_told, 2, str(tmp_path), STEPS // 2, timeout=100) == [0, 0]
 
 
-@again
 @pytest.mark.gpu(2)
 def test_a_checkpoint_of_devices_is_one_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loads where there are no devices, and one of the CPU loads onto a device."""
@@ -231,7 +229,6 @@ def test_a_file_names_no_device(strategy: str, tmp_path: Path) -> None:
     assert accelerator() not in done.stdout
 
 
-@again
 @pytest.mark.gpu(2, 4)
 def test_the_shuffled_loop_of_every_launcher(devices: int) -> None:
     """The loop by which launchers are tested, whose loader gives batches on the device."""
@@ -239,7 +236,6 @@ def test_the_shuffled_loop_of_every_launcher(devices: int) -> None:
     training.assert_equal_to_reference(weights, training.reference())
 
 
-@again
 @pytest.mark.gpu(1, 2, 4)
 def test_a_scaler_of_the_users_own(devices: int) -> None:
     """``torch.amp.GradScaler`` of the devices' type: a step that overflows on one rank is left out by all."""

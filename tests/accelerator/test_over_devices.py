@@ -17,7 +17,7 @@ import distwrap as dw
 from distwrap.devices.kinds import kind_of_torch
 from distwrap.errors import ModelError
 from tests.accelerator import accelerator
-from tests.accelerator.marks import again, in_nightly
+from tests.accelerator.marks import in_nightly
 from tests.accelerator.test_equality import STEPS, alone, assert_near, data, net
 from tests.ports import free_port
 
@@ -38,7 +38,6 @@ class Seeing(nn.Module):
         return found
 
 
-@again
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL")  # torch's, of gradients that it adds up
 @pytest.mark.gpu(1, 2, 4)
 def test_data_parallel(devices: int) -> None:

@@ -13,7 +13,7 @@ import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
-from tests.accelerator.marks import again, in_nightly
+from tests.accelerator.marks import in_nightly
 from tests.model.test_forward_routing import Net
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,6 @@ def test_a_method_trains_in_each_precision(precision: str) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-@again
 @pytest.mark.gpu(1, 2)
 def test_an_optimizer_made_before_the_model_was_moved(devices: int) -> None:
     """It trains the model, or is refused where torch has exchanged the parameters: in one process too."""
@@ -86,7 +85,6 @@ def test_tokens_in_windows_are_one_big_batch() -> None:
     dw.distributed(nprocs=1, launcher="forkserver")(body)()
 
 
-@again
 def test_a_checkpoint_in_the_background_and_the_devices_random_numbers(tmp_path: Path) -> None:
     """What was on the device at the call is written, comes back to the CPU, and dropout goes on as it was."""
 
@@ -107,7 +105,6 @@ def test_a_checkpoint_in_the_background_and_the_devices_random_numbers(tmp_path:
     dw.distributed(nprocs=1, launcher="forkserver")(body)()
 
 
-@again
 @pytest.mark.gpu(2, 4)
 @pytest.mark.parametrize("precision", ["32", "bf16", "fp16"])
 def test_some_devices_train_as_one(precision: str, devices: int) -> None:

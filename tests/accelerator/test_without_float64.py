@@ -15,7 +15,7 @@ from distwrap.group.collectives import total
 from distwrap.testing import check_strategy, run_ranks
 from distwrap.testing.behaviours import BEHAVIOURS
 from tests.accelerator import accelerator
-from tests.accelerator.marks import again, in_nightly
+from tests.accelerator.marks import in_nightly
 from tests.accelerator.test_equality import STEPS, assert_near, data, hidden, net
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
 from tests.slow import slow
@@ -59,7 +59,6 @@ def _exchanged() -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
-@again
 def test_exchange_is_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers and tensors in float64 lose nothing on the way; a mean of whole numbers on a device is a float32."""
     found = run_ranks(_exchanged, 2, timeout=100)

@@ -16,7 +16,7 @@ from distwrap.devices.kinds import kind_of, kind_of_torch
 from distwrap.errors import ForkError, OptionError, WorkerError
 from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
-from tests.accelerator.marks import again, in_nightly
+from tests.accelerator.marks import in_nightly
 from tests.ports import free_port
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,6 @@ def _ranks_by_hand(shown: list[str], port: int) -> list[tuple[int, str, str]]:
     return [(process.wait(60), *process.communicate()) for process in ranks]
 
 
-@again
 @pytest.mark.gpu(2)
 def test_each_rank_is_shown_one_device() -> None:
     """Then it is number 0 for each of them, and another device."""
@@ -64,7 +63,6 @@ def test_all_ranks_are_shown_all_devices() -> None:
     assert [json.loads(out) for _, out, _ in ended] == [[rank, f"{accelerator()}:{rank}", rank, 2.0] for rank in (0, 1)]
 
 
-@again
 @pytest.mark.gpu(2)
 def test_two_ranks_on_one_device() -> None:
     """They are refused, with the device's own name, on both."""
@@ -74,7 +72,6 @@ def test_two_ranks_on_one_device() -> None:
         assert "are all on the same physical device" in err
 
 
-@again
 @pytest.mark.gpu(2)
 def test_more_ranks_than_devices() -> None:
     """It is an error before any process starts, and names the variable that shows devices."""
@@ -83,7 +80,6 @@ def test_more_ranks_than_devices() -> None:
         dw.distributed(dw.rank, nprocs=3)()
 
 
-@again
 @pytest.mark.gpu(1, 2, 4)
 def test_a_rank_for_each_device(devices: int) -> None:
     """``nprocs="auto"`` is as many as there are, each on its own, under the devices' backend."""
@@ -138,7 +134,6 @@ def test_a_fork_after_a_backward_on_the_cpu() -> None:
     assert "has computed a backward on a node with accelerators" in told
 
 
-@again
 @pytest.mark.gpu(2, 4)
 def test_collectives_of_both_memories(devices: int) -> None:
     """Tensors of the device and of the CPU in one run: each comes back where it was, and objects on the own device."""
@@ -180,7 +175,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-@again
 @pytest.mark.gpu(2)
 def test_arguments_and_results_on_a_device() -> None:
     """They come out on the CPU: the caller's device is one rank's."""
@@ -194,7 +188,6 @@ def test_arguments_and_results_on_a_device() -> None:
         assert value.item() == 1 + rank
 
 
-@again
 @pytest.mark.gpu(2)
 def test_a_failure_on_a_device_is_told() -> None:
     """A device's own error comes to the caller as any other."""
@@ -225,7 +218,6 @@ def test_the_doctors_devices(devices: int) -> None:
     assert "No problems found" in done.stdout
 
 
-@again
 @pytest.mark.gpu(2)
 def test_forking_is_refused_by_name() -> None:
     """Where a fork is asked for, and a device is in use in this process."""

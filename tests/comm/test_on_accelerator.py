@@ -14,7 +14,7 @@ from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow("codecs and the engine again, on pretended devices")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("count", [1, 4097, 131072, 1_000_003])

@@ -37,7 +37,6 @@ def test_the_position_is_the_loops_on_a_device_too() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [True, nightly(False, row="accelerator", why="pinned memory shows it")])
-@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_copied_ahead_is_the_same(pinned: bool) -> None:
     """Batches that were copied on a stream of their own hold what the plain ones hold, also under a busy device."""
     plain = list(loader_of())

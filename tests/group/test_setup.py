@@ -17,6 +17,7 @@ from distwrap.testing import run_ranks
 from tests.by_hand import by_hand
 from tests.interpreters import run_python
 from tests.limits import SOON
+from tests.orphans import lives
 from tests.slow import nightly
 
 LIMIT = 60.0
@@ -168,7 +169,7 @@ def test_who_leaves_waits_for_who_still_connects() -> None:
 
             dist.new_group = slow_group
         dw.wrap_model(nn.Linear(1, 1), comm="local_sgd")
-        return Path(f"/proc/{pids[1]}").exists()
+        return lives(pids[1])
 
     assert run_ranks(connections, 2)[0]
 

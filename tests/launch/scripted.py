@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.forked_commands import PYTHON
 from tests.limits import SOON
+from tests.orphans import lives
 
 LIMIT = 90.0
 
@@ -117,7 +118,7 @@ class Run:
         output, errors = self.process.communicate(timeout=LIMIT)
         assert time.monotonic() - self.began < SOON
         deadline = time.monotonic() + SOON
-        while [pid for pid in self.pids if Path(f"/proc/{pid}").exists()]:
+        while [pid for pid in self.pids if lives(pid)]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         return self.process.returncode, output, errors

@@ -15,6 +15,7 @@ from distwrap.network.waiting import wait_until
 from tests.forked_commands import COMMANDS, PYTHON, forked_commands
 from tests.interpreters import interpreter, run_python
 from tests.limits import SOON
+from tests.orphans import lives
 
 PROBE = """
 import os, sys, threading, warnings
@@ -84,7 +85,7 @@ def test_a_program_that_does_not_end_is_ended() -> None:
         run_python("-c", code, timeout=2)
     pid = int(str(late.value.stdout))
     deadline = time.monotonic() + SOON
-    while Path(f"/proc/{pid}").exists():
+    while lives(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -146,7 +147,7 @@ def test_a_fork_that_leads_a_session_ends_with_its_command_and_caller() -> None:
             assert command.stdout is not None
             pids = list(map(int, command.stdout.readline().split()))
             command.kill()
-        assert wait_until(lambda pids=pids: not any(Path(f"/proc/{pid}").exists() for pid in pids), SOON)
+        assert wait_until(lambda pids=pids: not any(map(lives, pids)), SOON)
 
 
 @pytest.mark.slow("a program under torchrun")
@@ -175,4 +176,4 @@ def test_a_command_that_is_ended_ends_its_fork(number: int, tmp_path: Path) -> N
         assert fork != command.pid
         command.send_signal(number)
         assert command.wait(SOON) == -number
-    assert wait_until(lambda: not Path(f"/proc/{fork}").exists(), SOON)
+    assert wait_until(lambda: not lives(fork), SOON)

@@ -333,7 +333,7 @@ WRONG: dict[Callable[[], None], tuple[type[ModelError], str]] = {
     gradients_by_hand: (DriftError, "updates by hand"),
     gradients_by_hand_through_data: (DriftError, "updates by hand"),
     functional_gradients: (DriftError, "at the end"),
-    gradients_set_by_hand: (DriftError, "updates by hand"),
+    gradients_set_by_hand: (DriftError, "by hand"),
     step_in_a_hook: (DriftError, "after 1 averages"),
     line_search: (DriftError, "same weights"),
     plateau_of_own_metric: (DriftError, "ReduceLROnPlateau"),

@@ -22,6 +22,7 @@ from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
 from tests.by_hand import by_hand
 from tests.limits import SOON
+from tests.orphans import lives
 from tests.slow import INTERPRETERS
 
 LIMIT = 60.0
@@ -361,7 +362,7 @@ def test_the_agent_is_killed(tmp_path: Path) -> None:
         agent.send_signal(signal.SIGKILL)
         agent.wait()
     deadline = time.monotonic() + SOON
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(lives(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
