@@ -6,7 +6,8 @@
 #     what has passed. ROWS=slurm,mpi is two of them; `python -m tests.nightly --due` is those that a change makes due.
 # make gpu-report: what there is to show on a GPU, with the torch that is installed where PYTHON is: tests marked gpu,
 #     README's program, an example. Without a GPU it is dry: pretended devices, and the CPU. See docs/guides/accelerators.md.
-# make corpus: runs all programs of documentation, examples and reports, and prints what differs from what is recorded.
+# make corpus: programs as users wrote them at one commit, on two ranks: what gives something else now? ONLY=docs/howto
+#     runs some. Not part of CI.
 # make test-versions: tests with each torch and Python of noxfile.py, in environments that are removed afterwards; takes
 #     hours and gigabytes. SESSIONS='quick(torch 2.6.0, Python 3.10)' is one of them; `nox -l` lists all.
 # make check: ruff, mypy, pyright, that the documentation agrees with the code, and that what would be released can be built.
@@ -62,8 +63,9 @@ nightly: $(VENV)/.installed-test
 gpu-report:
 	$(PYTHON) -m tests.gpu_report
 
+ONLY ?= .
 corpus: $(VENV)/.installed-test
-	$(bin)/python -m tests.corpus
+	$(bin)/python -m tests.corpus --only '$(ONLY)'
 
 .PRECIOUS: $(VENV)-%/.installed
 # The tests of an engine, where it is installed; a row of `make nightly`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import getpass
 import multiprocessing
 import os
@@ -79,6 +80,8 @@ def _warm() -> None:
     if multiprocessing.get_start_method() == "forkserver":  # since Python 3.14
         multiprocessing.set_forkserver_preload(["torch"])  # else each worker of a loader imports it
         forkserver.ensure_running()
+    gc.collect()
+    gc.freeze()  # what is imported now is not looked through again
 
 
 @pytest.fixture(scope="session", autouse=True)
