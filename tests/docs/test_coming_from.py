@@ -27,7 +27,7 @@ PACKAGES = {
 # Those whose program before runs in tests/engines, or nowhere: how the commands begin that run without the package.
 ELSEWHERE = {
     "bagua": "DISTWRAP_STRATEGY='bagua",
-    "horovod": ("python ", "distwrap "),
+    "horovod": ("python ",),
     "deepspeed": "DISTWRAP_STRATEGY=zero2",
     "ray_train": "DISTWRAP_LAUNCHER=fork",
 }
