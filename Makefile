@@ -3,7 +3,7 @@
 # make test-all: make test, and then make test-slow: together tests of all that distwrap does, as CI runs them.
 # make nightly: rows of tests that take long, each a table row in tests/nightly.py: engines in environments of their own,
 #     clusters, the pretended accelerator, products, versions, benchmarks, faults. Takes hours; notes in tests/nightly.log
-#     what has passed. ROWS=slurm,mpi is two of them; `python -m tests.nightly --due` is those that a change makes due.
+#     what has passed. ROWS=slurm,mpi is two of them; WORDS=--due is those that a change makes due.
 # make gpu-report: what there is to show on a GPU, with the torch that is installed where PYTHON is: tests marked gpu,
 #     README's program, an example. Without a GPU it is dry: pretended devices, and the CPU. See docs/guides/accelerators.md.
 # make corpus: programs as users wrote them at one commit, on two ranks: what gives something else now? ONLY=docs/howto
@@ -13,8 +13,8 @@
 # make check: ruff, mypy, pyright, that the documentation agrees with the code, and that what would be released can be built.
 # make dist: the source distribution and the wheel, checked, in dist/; part of make check.
 # make docs: the documentation, in build/docs; a warning is an error. make docs-serve shows it on this machine.
-# make faults: each launcher and fault 100 times with busy cores, where make test-all runs each once; takes
-#     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
+# make faults: each launcher and fault 100 times with busy cores, where make test-all runs each once, by turns under each launcher;
+#     takes hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
 # make faults-divided: each fault in a divided model 100 times with busy cores, under all strategies in turns; takes an
 #     hour, and goes on where it was stopped. TIMES=14 is each fault once under each strategy and on each of two ranks.
 # make kills: 300 kills of a process that saves, and of ranks that save a divided model: does the newest complete
@@ -57,8 +57,9 @@ test-all:
 	$(MAKE) test; code=$$?; $(MAKE) test-slow && exit $$code
 
 ROWS ?=
+WORDS ?=
 nightly: $(VENV)/.installed-test
-	JOBS="$(JOBS)" $(bin)/python -m tests.nightly $(if $(ROWS),--rows '$(ROWS)')
+	JOBS="$(JOBS)" $(bin)/python -m tests.nightly $(if $(ROWS),--rows '$(ROWS)') $(WORDS)
 
 gpu-report:
 	$(PYTHON) -m tests.gpu_report

@@ -36,7 +36,7 @@ PAIRS = (
 FULL = (("2.6.0", "3.10"), ("2.15.0", "3.12"))
 
 QUICK = (
-    "tests/process/test_programs.py",
+    "tests/process/test_interpreters.py",
     "tests/house/test_private_names.py",
     "tests/test_exported_members.py",
     "tests/launch/test_local.py",

@@ -44,7 +44,10 @@ class OptionError(DistwrapError, ValueError):
 
 
 class RemovedError(DistwrapError, ImportError):
-    """A function that distwrap had before is asked for; an `ImportError`, so that ``from distwrap import`` shows it."""
+    """A function that distwrap had before is asked for.
+
+    It is an `ImportError`, so that ``from distwrap import`` shows it, and no `AttributeError`: `hasattr` raises it too.
+    """
 
 
 class PlacementError(DistwrapError, RuntimeError):

@@ -82,6 +82,7 @@ def _warm() -> None:
         forkserver.ensure_running()
     gc.collect()
     gc.freeze()  # what is imported now is not looked through again
+    costs.begin()  # the first test pays for none of this
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -96,11 +97,11 @@ def _tests_leave_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves a variable, thread, process, file, world or process group."""
     before = Snapshot.take()
     yield
-    assert not dist.is_initialized()
-    assert world.active_world() is None
     left = before.differences()
     orphans.kill_orphans(Snapshot.take().children - before.children)
     assert not left, left
+    assert not dist.is_initialized()
+    assert world.active_world() is None
 
 
 @pytest.fixture(autouse=True)
@@ -123,9 +124,20 @@ def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatc
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Leave what needs an accelerator out of `make test`: a compiler works a minute for the pretended one."""
+    """Refuse a test out of `make test` that does not say why, or that no row of `make nightly` runs.
+
+    What needs an accelerator is left out of `make test` too: a compiler works a minute for the pretended one.
+    """
     if item.get_closest_marker("gpu"):
         item.add_marker(pytest.mark.slow("on pretended devices"))
+    for marker in item.iter_markers("slow"):
+        if not [word for word in marker.args if isinstance(word, str) and word.strip()]:
+            raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
+    for marker in item.iter_markers("nightly"):
+        row = ROWS.get(marker.kwargs.get("row", ""))
+        if row is None or row.words or not item.nodeid.startswith(row.folders) or not marker.kwargs.get("why"):
+            example = '@pytest.mark.nightly(row="products", why="two ranks show it")'
+            raise pytest.UsageError(f"{item.nodeid} is of no row of tests/nightly.py that would run it: {example}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -147,7 +159,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Find a place for what needs an accelerator, and refuse a test out of `make test` that does not say why."""
+    """Find a place for what needs an accelerator."""
     have = visible_devices().count
     if not have and any(item.get_closest_marker("gpu") for item in items):
         why = missing()
@@ -159,13 +171,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs NVIDIA's GPU, and this machine has none"))
         elif have and item.get_closest_marker("gpu") and item.callspec.params["devices"] > have:
             item.add_marker(pytest.mark.skip(reason=f"needs more accelerators than the {have} of this machine"))
-        for marker in item.iter_markers("slow"):
-            if not [word for word in marker.args if isinstance(word, str) and word.strip()]:
-                raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
-        for marker in item.iter_markers("nightly"):
-            if marker.kwargs.get("row") not in ROWS or not str(marker.kwargs.get("why", "")).strip():
-                example = '@pytest.mark.nightly(row="products", why="two ranks show it")'
-                raise pytest.UsageError(f"{item.nodeid} is nightly without a row of tests/nightly.py: {example}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,9 +24,11 @@ from tests import interpreters
 from tests.accelerator import elsewhere
 from tests.started import VARIABLE, count, note_starts
 
-# What pytest's -m is given: what a contributor runs, what CI shows besides, and rows of `make nightly`.
-TIERS = {"test": "not slow and not nightly", "slow": "slow and not nightly", "nightly": "nightly"}
+# What pytest's -m is given: for a contributor, for CI besides, for a row of `make nightly`, and for `make gpu-report`.
+TIERS = {"test": "not slow and not nightly", "slow": "slow and not nightly", "nightly": "nightly", "gpu": "gpu or cuda"}
 IMPORT_SECONDS = 2.8  # of `import torch` on the machine on which the limits were written down
+_LIMITS = ("processor_seconds", "interpreters")
+_ON_GPUS = "needs NVIDIA's GPU"  # begins the reason of a skip that no machine without one can help
 _PROPERTY = "cost"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -42,6 +44,9 @@ def configure(config: pytest.Config) -> None:
     tier = config.getoption("tier")
     if tier and not config.option.markexpr:
         config.option.markexpr = TIERS[tier]
+    missing = [name for name in _LIMITS if tier in ("test", "slow") and _limit(config, name, tier) is None]
+    if missing:
+        raise pytest.UsageError(f"setup.cfg does not say how many {' and '.join(missing)} {tier} may take")
     path = os.path.join(tempfile.gettempdir(), f"interpreters-of-tests-{os.getpid()}")
     os.environ[VARIABLE] = path
     note_starts(path)
@@ -57,7 +62,7 @@ def close() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Remember what had been spent before a test."""
-    item.stash[_BEFORE] = _spent()
+    begin()
     return (yield)
 
 
@@ -65,12 +70,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Write onto the last report of a test what it has cost."""
     if call.when == "teardown":
-        before, now = item.stash[_BEFORE], _spent()
-        item.user_properties.append((_PROPERTY, [now[0] - before[0], now[1] - before[1]]))
+        now = _spent()
+        item.user_properties.append((_PROPERTY, [now[0] - _before[0], now[1] - _before[1]]))
     return (yield)
 
 
-_BEFORE = pytest.StashKey[tuple[float, int]]()
+def begin() -> None:
+    """Count from now on what the test under way costs."""
+    _before[:] = _spent()
+
+
+_before: list[float] = [0.0, 0]
 
 
 def _spent() -> tuple[float, int]:
@@ -103,23 +113,22 @@ class _Costs:
     def __init__(self, config: pytest.Config, tier: str | None) -> None:
         self._tier = tier
         self._scale = _import_seconds() / IMPORT_SECONDS if tier else 1.0
-        self._limits = {
-            name: value for name in ("processor_seconds", "interpreters") if (value := _limit(config, name, tier))
-        }
+        self._limits = {name: value for name in _LIMITS if (value := _limit(config, name, tier)) is not None}
         self._seconds: Counter[str] = Counter()
         self._interpreters: Counter[str] = Counter()
-        self._passed = 0
+        self._passed, self._skipped = 0, 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._passed += report.when == "call" and report.passed
+        self._skipped += report.skipped and not hasattr(report, "wasxfail") and _ON_GPUS not in str(report.longrepr)
         if report.when == "teardown" and (cost := dict(report.user_properties).get(_PROPERTY)):
             self._seconds[report.nodeid] += cost[0]
             self._interpreters[report.nodeid] += cost[1]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if (self._over() or (self._tier and not self._passed)) and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # a tier of which all tests are skipped shows nothing
+        if self._tier and self._problems() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if not self._tier:
@@ -134,18 +143,26 @@ class _Costs:
         write("interpreters: " + "; ".join(f"{file} {count}" for file, count in started.most_common() if count))
         sums = f"{self._seconds.total():.0f} processor seconds, {self._interpreters.total()} interpreters"
         write(f"{sums}; import torch takes {self._scale * IMPORT_SECONDS:.1f} s of a processor")
-        for words in self._over():
-            write(f"ERROR: {words} (setup.cfg). The dearest tests:")
+        for words in self._problems():
+            write(f"ERROR: {words}")
+        if self._problems():
+            write("The dearest tests:")
             for nodeid, seconds in self._seconds.most_common(10):
                 write(f"{seconds:7.1f} s, {self._interpreters[nodeid]} interpreters  {nodeid}")
 
-    def _over(self) -> list[str]:
+    def _problems(self) -> list[str]:
+        """Return in words what the run must not have cost, or has not shown."""
         found = {"processor_seconds": self._seconds.total() / self._scale, "interpreters": self._interpreters.total()}
-        return [
-            f"{found[name]:.0f} {name.replace('_', ' ')}, and {self._tier} may take {limit}"
+        problems = [
+            f"{found[name]:.0f} {name.replace('_', ' ')}, and by setup.cfg {self._tier} may take {limit}"
             for name, limit in self._limits.items()
             if found[name] > limit
         ]
+        if self._tier == "nightly" and self._skipped:
+            problems.append(f"{self._skipped} tests of the row were skipped, which shows nothing of them")
+        if not self._passed:
+            problems.append("no test has passed")
+        return problems
 
 
 def _summed(costs: Counter[str], group: Any) -> Counter[str]:

@@ -11,5 +11,6 @@ _STARTED = str(Path(__file__).with_name("started.py"))
 
 def import_in_server(*modules: str) -> None:
     """Let the fork servers that this process starts from now on import modules before they serve."""
+    assert "prepare()" in forkserver._SERVER
     words = f"prepare(); import {', '.join(modules)}; import runpy; runpy.run_path({_STARTED!r})"
     forkserver._SERVER = forkserver._SERVER.replace("prepare()", words)

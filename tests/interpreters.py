@@ -320,9 +320,15 @@ def _of_this_user(listener: socket.socket) -> list[socket.socket]:
 
 
 def _received(caller: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return what a caller asks for and the descriptors that come with it; ``None`` if it has gone."""
-    head, fds, _, _ = socket.recv_fds(caller, _LENGTH.size, 100)
-    return (json.loads(caller.recv(*_LENGTH.unpack(head), socket.MSG_WAITALL)), fds) if head else None
+    """Return what a caller asks for and the descriptors that come with it; ``None`` if it has gone meanwhile."""
+    fds: list[int] = []
+    try:
+        head, fds, _, _ = socket.recv_fds(caller, _LENGTH.size, 100)
+        return json.loads(caller.recv(*_LENGTH.unpack(head), socket.MSG_WAITALL)), fds
+    except (OSError, struct.error, ValueError):
+        for fd in fds:
+            os.close(fd)
+        return None
 
 
 def _have(files: dict[int, int]) -> None:

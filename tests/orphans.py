@@ -25,6 +25,7 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     import _posixsubprocess
 
+    vars(subprocess)["_USE_POSIX_SPAWN"] = False  # which starts a process by none of these functions
     for module, name in (
         (os, "fork"),
         (os, "forkpty"),
@@ -45,18 +46,19 @@ def _remembered(start: Any) -> Any:
 
 
 def reaped(children: set[int]) -> set[int]:
-    """Return these children without the orphans that have ended, which are waited for now."""
+    """Return these children, all that there are, without the orphans that have ended, which are waited for now."""
+    _own.intersection_update(children)  # a number may come again
     return {each for each in children if each in _own or not _has_ended(each)}
-
-
-def lives(pid: int) -> bool:
-    """Return whether a process has not ended; one that is our child now, and has ended, is waited for."""
-    return not _has_ended(pid)
 
 
 def is_orphan(child: int) -> bool:
     """Return whether a child of this process was started by another."""
     return child not in _own
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process has not ended; an orphan that has is waited for."""
+    return not _has_ended(pid)
 
 
 def kill_orphans(children: set[int]) -> None:
@@ -72,7 +74,7 @@ def _has_ended(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return True
-    if state == "Z":
+    if state == "Z" and is_orphan(pid):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
     return state == "Z"

@@ -57,6 +57,7 @@ class Snapshot:
                 time.sleep(pause)
                 gc.collect()
             now = Snapshot.take()
+            now.children |= set(filter(orphans.is_orphan, self.children - now.children))  # others may end at any time
             if now == self or (replace(now, open_files=self.open_files) == self and self._was_garbage(now)):
                 return []
         more = {

@@ -7,6 +7,7 @@ Importing this file notes them in this process and in all forks of it. A fork is
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -29,7 +30,8 @@ def note_starts(path: str) -> None:
                 file.write(b".")
 
     def heard(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen":
+        # Before Python 3.11 it calls the function that is replaced below.
+        if event == "subprocess.Popen" and hasattr(subprocess, "_fork_exec"):
             program, words = arguments[0], arguments[1]
             note(program if program is not None else words[0])
         elif event in ("os.exec", "os.posix_spawn"):

@@ -63,7 +63,7 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
         raise OptionError(
             f"trace(steps={steps!r}): it must be a range of steps that follow each other, such as range(10, 13)."
         )
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)) or not Path(path).name or Path(path).is_dir():
         raise OptionError(f"trace(path={path!r}): it must be the path of a file.")
     world = current_world()
     tracer = world.part(_Tracer)

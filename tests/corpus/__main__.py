@@ -105,6 +105,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="programs that run at a time")
     asked = parser.parse_args()
     wanted = [name for name in names() if re.search(asked.only, name)]
+    if not wanted:
+        parser.error(f"no program's name has {asked.only!r} in it")
     if asked.record:
         record(wanted, asked.jobs)
         return 0

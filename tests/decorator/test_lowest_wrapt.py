@@ -53,7 +53,7 @@ def lowest(package: str) -> str:
     return found[1]
 
 
-@pytest.mark.nightly(row="versions", why="other tests of this folder, with the wrapt that is installed")
+@pytest.mark.nightly(row="packaging", why="other tests of this folder, with the wrapt that is installed")
 def test_the_lowest_wrapt(tmp_path: Path) -> None:
     """Plain functions, methods, static methods, copies and rank-zero functions work with it."""
     version = f"{lowest('wrapt')}.0"

@@ -1,1 +1,1 @@
-"""Tests of other engines, each run by `make test-engines` in an environment that has its package."""
+"""Tests of other engines, each run by `make nightly` in an environment that has its package."""

@@ -180,6 +180,7 @@ def test_an_answer_of_before_is_none_to_a_new_question() -> None:
                 asking.join(0.2)
                 served.work.look()
             store.set("asked/thing", "0")
+            assert store.get("asked/thing") == b"0"  # by now: to set waits for no answer, and others ask on their own
             served.work.look()
     assert found == [b'"old"', b'"new"']
 

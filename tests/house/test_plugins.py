@@ -87,11 +87,14 @@ def install(folder: Path, file: str, entry_point: str) -> None:
     (info / "entry_points.txt").write_text(f"[{group}]\n{point}\n")
 
 
-def output(folder: Path, program: str, **env: str) -> str:
-    """Return what a program prints last that finds what is installed in a folder; fail with its errors."""
+def output(folder: Path, program: str, *options: str, **env: str) -> str:
+    """Return what a program prints last that finds what is installed in a folder; fail with its errors.
+
+    With options of Python it is a process, and no fork.
+    """
     (folder / "program.py").write_text(program)
     env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **env}
-    done = run_python(folder / "program.py", cwd=folder, env=env, timeout=100)
+    done = run_python(*options, folder / "program.py", cwd=folder, env=env, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -142,7 +145,7 @@ def test_a_launcher_of_a_package(tmp_path: Path) -> None:
         "@distributed(nprocs=2, launcher='nice')\ndef main():\n    return gather_object(os.nice(0))\n\n"
         "if __name__ == '__main__':\n    here = os.nice(0)\n    print([value - here for value in main()])\n"
     )
-    assert output(tmp_path, program) == "[3, 3]"
+    assert output(tmp_path, program, "-X", "utf8") == "[3, 3]"  # a fork would be as nice as the tests' interpreter
 
 
 @pytest.mark.slow("installs a package")

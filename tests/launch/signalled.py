@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.forked_commands import PYTHON
 from tests.limits import SOON
+from tests.orphans import lives
 
 PROGRAM = """
 import os, signal, sys, time
@@ -76,7 +77,7 @@ class Run:
         """Wait for the end; return exit code, output and errors, and see that no rank is left."""
         output, _ = self.process.communicate(timeout=within)
         self._errors.seek(0)
-        left = [pid for pid in self.pids if is_alive(pid)]
+        left = [pid for pid in self.pids if lives(pid)]
         assert not left, left
         return self.process.returncode, output, self._errors.read()
 
@@ -90,10 +91,3 @@ class Run:
 def said(errors: str) -> list[str]:
     """Return what is on standard error, without the lines that tell of the start."""
     return [line for line in errors.splitlines() if not line.startswith("distwrap: ")]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -25,6 +25,7 @@ from distwrap.launch.outcome import Outcome, death, failure, raise_failure, succ
 from distwrap.launch.task import Assignment
 from distwrap.registry import launchers
 from tests.forked_commands import PYTHON
+from tests.orphans import lives
 
 SECONDS = 60.0
 
@@ -59,14 +60,14 @@ class FolderLauncher(Launcher):
                 own = self._folder / f"pid.{rank}"
                 if own.exists():  # it may be a fork that the command has asked for, and waits for
                     pids[rank] = int(own.read_text() or pids[rank])
-                file, alive = self._folder / f"outcome.{rank}", _is_alive(pids[rank])
+                file, alive = self._folder / f"outcome.{rank}", lives(pids[rank])
                 if file.exists():
                     outcomes[rank] = pickle.loads(file.read_bytes())
                 elif not alive:
                     outcomes[rank] = death(rank, pids[rank], None)
             failed = [outcome for outcome in outcomes.values() if outcome.failed]
             if failed:
-                for pid in filter(_is_alive, pids.values()):
+                for pid in filter(lives, pids.values()):
                     os.kill(pid, 9)
                 raise_failure(failed)
             time.sleep(0.02)
@@ -94,13 +95,6 @@ class FolderLink:
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from distwrap.group import failures
 from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
 from distwrap.testing import run_ranks
 from tests.limits import SOON
+from tests.orphans import lives
 from tests.slow import slow
 
 LAUNCHERS = ["fork", "forkserver", slow("spawn", why="the other two")]
@@ -139,10 +140,10 @@ def test_grandchildren_are_stopped_too(launcher: str, tmp_path: Path) -> None:
         fails()
     pid = int(note.read_text())
     for _ in range(100):
-        if not is_alive(pid):
+        if not lives(pid):
             break
         time.sleep(0.05)
-    assert not is_alive(pid)
+    assert not lives(pid)
 
 
 def test_run_ranks_ends_in_time(capfd: pytest.CaptureFixture[str]) -> None:
@@ -157,14 +158,6 @@ def test_run_ranks_ends_in_time(capfd: pytest.CaptureFixture[str]) -> None:
         run_ranks(hangs, 2, timeout=1)
     assert time.monotonic() - start < SOON
     assert "in hangs" in capfd.readouterr().err
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver"])

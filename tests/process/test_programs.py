@@ -73,7 +73,7 @@ def test_a_script_without_a_guard(launcher: str, tmp_path: Path) -> None:
     """A script needs no main guard and is not imported again; its classes work on the ranks, which have its flags."""
     (tmp_path / "bare.py").write_text(NO_GUARD)
     done = run("-s", "-W", "ignore:a word", "bare.py", launcher, folder=tmp_path)
-    assert done.stdout.splitlines() == ["top", "got True 1 ['ignore:a word'] 0", "caught none"]
+    assert done.stdout.splitlines() == ["top", "got True 1 ['ignore:a word'] None", "caught none"]
 
 
 def test_a_script_that_is_run_again(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 from distwrap.network.waiting import wait_until
 from tests.clusters.running import JOB, ended, started, wait_for_line
 from tests.launch import scripted
-from tests.launch.signalled import Run, is_alive, said
+from tests.launch.signalled import Run, said
 from tests.limits import SOON
+from tests.orphans import lives
 
 pytestmark = pytest.mark.slow("starts interpreters, each of which imports torch")
 
@@ -110,7 +111,7 @@ def test_no_rank_outlives_a_killed_caller(launcher: str, tmp_path: Path) -> None
         assert process.stdout is not None
         pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
         process.kill()
-    if not wait_until(lambda: not any(map(is_alive, pids)), SOON):
-        for pid in filter(is_alive, pids):
+    if not wait_until(lambda: not any(map(lives, pids)), SOON):
+        for pid in filter(lives, pids):
             os.kill(pid, signal.SIGKILL)
         raise AssertionError("ranks live on")
