@@ -226,7 +226,7 @@ def test_what_is_no_format_is_refused(tmp_path: Path) -> None:
 def test_a_place_that_is_not_here_is_the_fault(place: str | torch.device, tmp_path: Path) -> None:
     """A good file on a device that this process lacks is not to be saved again: the place is to be left out."""
     dw.save({"x": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=f"map_location='{place}'") as caught:
+    with pytest.raises(CheckpointError, match=f"Leave map_location='{place}'") as caught:
         dw.load(tmp_path / "a.pt", map_location=place)
     assert "Save it again" not in str(caught.value)
 
@@ -243,7 +243,7 @@ def test_loading_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         dw.load(tmp_path / "broken.pt")
     for name, why in (
-        ("empty.pt", "empty"),
+        ("empty.pt", "it is empty"),
         ("zip.npz", "not written by torch"),
         ("script.pt", "TorchScript"),
         ("unsafe.pt", "linear.Linear.* Save it again"),

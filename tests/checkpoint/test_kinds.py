@@ -268,7 +268,7 @@ def test_a_sharded_checkpoint_cannot_run_code(tmp_path: Path) -> None:
 
 def test_parts_of_a_users_own_format_are_not_written_in_the_background(tmp_path: Path) -> None:
     """It is the work of all ranks together."""
-    with pytest.raises(OptionError, match="OwnParts"):
+    with pytest.raises(OptionError, match="all ranks write"):
         dw.save({}, tmp_path / "a", io=OwnParts(), background=True)
 
 
@@ -412,7 +412,7 @@ def test_the_scale_of_fp16_is_part_of_the_run(tmp_path: Path) -> None:
     assert fp16(1, load=True) == [32.0]
 
     def other() -> None:
-        with pytest.raises(CheckpointError, match="scaler"):
+        with pytest.raises(CheckpointError, match="with a gradient"):
             dw.load(tmp_path / "a.pt", into={"run": dw.run_state()})
 
     run_ranks(other, 2)

@@ -105,7 +105,7 @@ def test_a_storage_is_no_longer_than_its_file(tmp_path: Path) -> None:
     archive(path, tensor_pickle(3, 3), {"data/0": b"\0" * 12})
     assert dw.load(path)["w"].tolist() == [0.0] * 3
     archive(path, tensor_pickle(100_000_000, 100_000_000), {"data/0": b"\0" * 12})
-    both_refuse(path, "a.pt")
+    both_refuse(path, "cannot load")
 
 
 def test_an_archive_that_is_compressed(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_an_archive_whose_records_claim_more_than_it_has(tmp_path: Path, room: i
     changed = bytearray(data)
     changed[entry + 20 : entry + 28] = struct.pack("<2L", *([min(room, 2**32 - 1)] * 2))
     path.write_bytes(changed)
-    both_refuse(path, "a.pt" + ".* claims" * (room == 10_000))
+    both_refuse(path, "cannot load" + ".* claims" * (room == 10_000))
 
 
 def test_an_archive_with_two_tables_of_contents(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_archive_with_two_tables_of_contents(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(3)}, path)
     data = path.read_bytes()
     path.write_bytes(b"PK\3\4 in front" + data)
-    both_refuse(path, "a.pt")
+    both_refuse(path, "cannot load")
     path.write_bytes(data + b"behind")
     both_refuse(path, "no end")
 
@@ -178,7 +178,7 @@ def test_a_file_of_torch_before_archives_that_claims_more_than_it_has(tmp_path: 
     data = path.read_bytes()
     assert data.count(b"M\x2c\x01") == 2
     path.write_bytes(data.replace(b"M\x2c\x01", b"J" + struct.pack("<i", HUGE // 4)))
-    both_refuse(path, "a.pt")
+    both_refuse(path, "cannot load")
 
 
 def doubled() -> bytes:
@@ -241,7 +241,7 @@ def test_a_sparse_tensor_with_numbers_outside_of_it(tmp_path: Path) -> None:
     assert dw.load(path)["w"]._values().tolist() == [1.0]
     data = path.read_bytes()
     path.write_bytes(data.replace(struct.pack("<q", 10**9), struct.pack("<q", 10**12)))
-    both_refuse(path, "a.pt")
+    both_refuse(path, "cannot load")
 
 
 @pytest.mark.parametrize("length", [2**60, 100 << 30, 2**63, 99])
@@ -250,7 +250,7 @@ def test_a_safetensors_header_of_any_length(tmp_path: Path, length: int) -> None
     path = tmp_path / "a.safetensors"
     dw.save({"w": torch.zeros(3)}, path)
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    both_refuse(path, "a.safetensors")
+    both_refuse(path, "cannot (load|read)")
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_a_broken_state_of_a_run_is_refused(tmp_path: Path) -> None:
 
     def on_rank() -> None:
         for state in broken_states():
-            with pytest.raises(CheckpointError, match="run_state"):
+            with pytest.raises(CheckpointError, match="not a state"):
                 dw.run_state().load_state_dict(state)
         numpy.random.rand(1000)
 

@@ -167,7 +167,7 @@ def test_exact_mode_takes_each_custom_batch_once() -> None:
 def test_a_custom_batch_sampler_keeps_its_own_batch_size() -> None:
     """batch_size="global" cannot divide what a batch sampler makes, and says so."""
     loader = DataLoader(DATA, batch_sampler=Buckets(4))
-    with standing_on(0, 2), pytest.raises(LoaderError, match="batch_sampler"):
+    with standing_on(0, 2), pytest.raises(LoaderError, match="makes its own"):
         shard_loader(loader, batch_size="global")
 
 
@@ -203,7 +203,7 @@ def test_items_without_batching_are_dealt_out(num_workers: int) -> None:
 
 def test_items_without_batching_that_do_not_go_round_are_refused() -> None:
     """Where items cannot be merged, exact mode refuses a number that does not divide, and names the other modes."""
-    with standing_on(0, 3), pytest.raises(LoaderError, match="40 items"):
+    with standing_on(0, 3), pytest.raises(LoaderError, match="items cannot be divided"):
         shard_loader(DataLoader(DATA, batch_size=None))
 
 
@@ -223,5 +223,5 @@ def test_a_loader_without_a_step_is_refused(shuffle: bool) -> None:
 def test_data_without_a_loader_says_how_to_make_one() -> None:
     """A list or a tensor in the place of a DataLoader is told as a dataset is."""
     for data in ([1, 2], torch.zeros(3)):
-        with pytest.raises(LoaderError, match="shard_loader"):
+        with pytest.raises(LoaderError, match=r"DataLoader\(dataset"):
             shard_loader(data)  # type: ignore[type-var]

@@ -113,7 +113,7 @@ def test_spawned_workers_too() -> None:
 def test_a_dataset_that_divides_itself(workers: int) -> None:
     """Its code speaks of ranks, so it is asked for; said, no share is taken of its share."""
     options = {"batch_size": 4, "num_workers": workers}
-    with standing_on(0, 2), pytest.raises(LoaderError, match="its rank's part"):
+    with standing_on(0, 2), pytest.raises(LoaderError, match="whether it takes"):
         shard_loader(DataLoader(ByRank()))
     taken = run_ranks(items_of, 2, ByRank, options, {"mode": "exact", "split": "dataset"})
     assert sorted(item for share in taken for item in share[0]) == list(range(N))
@@ -122,7 +122,7 @@ def test_a_dataset_that_divides_itself(workers: int) -> None:
 def test_a_dataset_that_asks_too_late() -> None:
     """What cannot be divided without loss is an error, and no wrong result."""
     options = {"batch_size": 4, "num_workers": 2}
-    with pytest.raises(LoaderError, match=r"get_worker_info\(\)"):
+    with pytest.raises(LoaderError, match="after its first item"):
         run_ranks(items_of, 2, Late, options, {"mode": "exact"})
 
 
@@ -268,7 +268,7 @@ def test_global_batches() -> None:
 
 def test_split_is_for_iterable_datasets() -> None:
     """Where there are indices it means nothing, and says so."""
-    with standing_on(0, 2), pytest.raises(LoaderError, match="'items'"):
+    with standing_on(0, 2), pytest.raises(LoaderError, match="is for an IterableDataset"):
         shard_loader(DataLoader(range(4)), split="items")  # type: ignore[arg-type]
 
 

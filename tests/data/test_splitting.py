@@ -81,7 +81,7 @@ def test_what_cannot_be_joined_is_an_error_on_every_rank() -> None:
 
     def on_rank() -> list[int]:
         for value in ([1], "ab")[dw.rank()], ({}, (1, 2))[dw.rank()]:
-            with pytest.raises(CollectiveError, match="gather_object"):
+            with pytest.raises(CollectiveError, match="takes a list"):
                 dw.gather_object(value, joined=True)  # type: ignore[call-overload]
         return dw.gather_object((dw.rank(),) * dw.rank(), joined=True)
 

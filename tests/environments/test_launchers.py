@@ -377,7 +377,7 @@ def test_a_detector_that_answers_nothing(acme: Path) -> None:
     """None is no answer, so that the next detector is asked; anything else is an error that names the detector."""
     acme.write_text("def detect(env): return eval(env['ACME'])\n")
     assert isinstance(detect({"ACME": "None", "PET_NNODES": "1"}), Node)
-    with pytest.raises(PlacementError, match="acme_cluster:detect"):
+    with pytest.raises(PlacementError, match=r"acme_cluster:detect.* returned \(0, 1\)"):
         detect({"ACME": "(0, 1)"})
     assert explain({"ACME": "(0, 1)"})["acme"].startswith("refused: the detector 'acme'")
 

@@ -190,7 +190,7 @@ def test_one_rank_stops_after_one_step() -> None:
     def on_rank() -> None:
         train(lambda step, *_: step == 0 and dw.rank() == 1, dw.barrier)
 
-    with pytest.raises(WorkerTimeoutError, match="after 1 averages"):
+    with pytest.raises(WorkerTimeoutError, match=r"rank 1 has left .* after 1 averages"):
         run_ranks(on_rank, 2, timeout=100)
 
 
@@ -363,6 +363,6 @@ class SettlesLate(RunPart):
 def test_what_ends_a_rank_after_its_result(capfd: pytest.CaptureFixture[str]) -> None:
     """A rank that is ended when its result is there already says why."""
     run = dw.distributed(nprocs=2, timeout=60)
-    with pytest.warns(RuntimeWarning, match="complete"):
+    with pytest.warns(RuntimeWarning, match="result is complete"):
         run(lambda: current_world().part(SettlesLate) and None)()
     assert "rank 0 has left the training after 3 averages of gradients" in capfd.readouterr().err

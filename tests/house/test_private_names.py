@@ -215,9 +215,9 @@ def test_what_cannot_be_done_without_says_so(monkeypatch: pytest.MonkeyPatch) ->
         torch_names.prepare_another_average(model)
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
     monkeypatch.setattr("distwrap._internals.torch_data.get_worker_info", lambda: None)
-    with pytest.raises(LoaderError, match="worker"):
+    with pytest.raises(LoaderError, match="worker's information"):
         torch_data.show_worker_info(3)
-    with pytest.raises(LoaderError, match="iterator"):
+    with pytest.raises(LoaderError, match="makes its iterator"):
         torch_data.check_iterator_hook(object)  # type: ignore[arg-type]
 
 

@@ -256,7 +256,7 @@ def test_a_step_in_the_middle_of_a_window_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, _ in dw.accumulate([1, 2], 2, model):
         model(torch.ones(1, 4).double()).sum().backward()
-        with pytest.raises(ModelError, match="micro-batch 1"):
+        with pytest.raises(ModelError, match="step after micro-batch 1"):
             dw.optimizer_step(optimizer)
         break
 

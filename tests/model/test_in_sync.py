@@ -96,7 +96,7 @@ def test_what_is_no_model_is_refused() -> None:
     """A tensor is answered with what to give, in one process and on several."""
 
     def on_rank() -> None:
-        with pytest.raises(ModelError, match=r"assert_in_sync\(\)"):
+        with pytest.raises(ModelError, match="not a Tensor"):
             dw.assert_in_sync(torch.ones(1))  # type: ignore[arg-type]
 
     on_rank()

@@ -220,7 +220,7 @@ def test_in_a_single_process_the_wrapper_changes_nothing(kind: Callable[[], nn.M
     assert torch.equal(torch.jit.script(model)(x), net(x))
     model.load_state_dict({f"module.{key}": torch.zeros_like(value) for key, value in net.state_dict().items()})
     assert not model(x).any()
-    with pytest.raises(ModelError, match="wrap_model"):
+    with pytest.raises(ModelError, match="in a wrapper"):
         dw.wrap_model(model)
 
 

@@ -80,7 +80,7 @@ def test_nobody_listens() -> None:
 
 def test_a_name_that_nobody_knows() -> None:
     """A name that does not resolve is an error that says so, within the limit."""
-    with pytest.raises(ArrivalError, match="no-such-host"):
+    with pytest.raises(ArrivalError, match="cannot resolve"):
         connectivity.reach("no-such-host.invalid", [1], 0.2)
 
 
@@ -88,7 +88,7 @@ def test_a_name_that_nobody_knows() -> None:
     ("variable", "value", "backend", "message"),
     [
         ("GLOO_SOCKET_IFNAME", "nope0", "gloo", "nope0 .*There are: lo"),
-        ("GLOO_SOCKET_IFNAME", "^docker0,lo", "gloo", "NCCL"),
+        ("GLOO_SOCKET_IFNAME", "^docker0,lo", "gloo", "NCCL understands"),
         ("GLOO_SOCKET_IFNAME", "lo,nope0", "gloo", r"no interface nope0"),
         ("NCCL_SOCKET_IFNAME", "nope", "nccl", r"no interface nope"),
         ("NCCL_SOCKET_IFNAME", "=l", "nccl", r"no interface l "),

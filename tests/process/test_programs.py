@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -144,6 +145,7 @@ def test_a_failure_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "joins.py").write_text(JOINS)
     done = run(*TORCHRUN, "joins.py", "fails", folder=tmp_path, code=1, OMP_NUM_THREADS="1")
     assert "ValueError: the first cause" in done.stderr
+    assert re.search(r"Root Cause (?s:.*)rank      : 1 ", done.stderr), done.stderr
     assert "got" not in done.stdout
 
 

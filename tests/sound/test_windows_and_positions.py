@@ -359,7 +359,7 @@ def test_windows_that_cannot_be_told_apart() -> None:
         with pytest.raises(ModelError, match="window=window"):
             dw.scale_loss(loss, 1)
         dw.scale_loss(loss, 1, window=window)
-    with pytest.raises(ModelError, match=r"accumulate\(\)"):
+    with pytest.raises(ModelError, match="another accumulate"):
         list(zip(dw.accumulate([1] * 4, 2, one), dw.accumulate([1] * 4, 2, one), strict=True))
 
 
@@ -389,7 +389,7 @@ def test_batches_out_of_order_have_no_position(shards: bool) -> None:
     loader: Any = DataLoader(range(8), batch_size=2, num_workers=2, in_order=False)  # type: ignore[arg-type]
     loader = dw.shard_loader(loader, seed=0 if shards else None)
     for _ in loader:
-        with pytest.raises(LoaderError, match="in_order="):
+        with pytest.raises(LoaderError, match="in_order=True"):
             loader.state_dict()
         break
     list(loader)

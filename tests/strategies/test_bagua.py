@@ -44,13 +44,13 @@ def test_names_and_options(name: str, options: dict[str, Any], ours: Any) -> Non
 
 
 def test_what_bagua_does_not_have() -> None:
-    with pytest.raises(OptionError, match="gradient_allreduce"):
+    with pytest.raises(OptionError, match="'gradient_allreduce'"):
         BaguaStrategy(algorithm="allreduce")
     with pytest.raises(OptionError, match="sync_interval_ms"):
         BaguaStrategy(algorithm="bytegrad", sync_interval_ms=3)
     with pytest.raises(OptionError, match="all"):
         BaguaStrategy(algorithm="async", peer_selection_mode="shift_one")
-    with pytest.raises(OptionError, match="'bucket_mb'"):
+    with pytest.raises(OptionError, match="unknown option"):
         BaguaStrategy(bucket_mb=3)
 
 

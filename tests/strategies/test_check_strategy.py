@@ -86,7 +86,7 @@ def test_a_refusal_by_name_is_no_failure() -> None:
     """What a strategy says that it refuses, it must refuse, by an error of distwrap's."""
     results = dict(check_strategy(WrongClip("refused"), only=["clip_tells_the_norm"], refuses=["clip_tells_the_norm"]))
     assert results["clip_tells_the_norm"].startswith("refused: OptionError: WrongClip clips nothing")
-    with pytest.raises(ConformanceError, match="training_flag"):
+    with pytest.raises(ConformanceError, match=r"training_flag: .* refuses= lists"):
         check_strategy("ddp", 1, only=AROUND, refuses=["training_flag"])
 
 
@@ -131,7 +131,7 @@ def test_numbers_are_compared_with_one_process() -> None:
 
 def test_unknown_names_are_refused_before_any_process_starts() -> None:
     """A name that no behaviour has is told with the nearest one."""
-    with pytest.raises(OptionError, match="'deep_copy'"):
+    with pytest.raises(OptionError, match="'deepcopy'"):
         check_strategy("ddp", refuses=["deep_copy"])
     with pytest.raises(OptionError, match="unknown strategy"):
         check_strategy("dpp")

@@ -113,5 +113,5 @@ def test_the_config_and_the_run_agree() -> None:
 def test_a_missing_package_is_told_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the line that installs it, and what needs none."""
     monkeypatch.setattr("distwrap.packages.find_spec", lambda name: None)
-    with pytest.raises(OptionError, match="'zero1'"):
+    with pytest.raises(OptionError, match="pip install"):
         DeepSpeedStrategy().check(Options())

@@ -76,7 +76,7 @@ def numbers() -> dict[str, dict[str, torch.Tensor]]:
     with init_empty():
         half = Outer()
     half.last = nn.Linear(2, 1)
-    with pytest.raises(ModelError, match="'last'"):
+    with pytest.raises(ModelError, match="'last' with them"):
         dw.wrap_model(half)
     return found
 

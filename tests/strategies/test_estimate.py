@@ -114,7 +114,7 @@ def test_precision_and_optimizer_count() -> None:
     assert needs_of(name="sgd")["ddp"].optimizer == 0
     assert needs_of(name="sgd(momentum=0.9)")["ddp"].optimizer == full.gradients
     assert 0 < needs_of(name="adafactor")["ddp"].optimizer < full.gradients // 20
-    with pytest.raises(OptionError, match="estimated"):
+    with pytest.raises(OptionError, match="cannot be estimated"):
         needs_of(name="lbfgs")
 
 
@@ -338,7 +338,7 @@ def test_auto_says_what_it_took_and_why(capsys: pytest.CaptureFixture[str], monk
 
 def test_wrong_options_of_auto() -> None:
     """They are refused where the strategy is made, in the caller."""
-    with pytest.raises(OptionError, match="'much'"):
+    with pytest.raises(OptionError, match="number of bytes"):
         AutoStrategy(device_memory="much")
     with pytest.raises(OptionError, match=r"unknown optimizer 'adamq'"):
         AutoStrategy(optimizer="adamq")

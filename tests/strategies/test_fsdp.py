@@ -280,7 +280,7 @@ def _hooks_and_lists() -> None:
     net = Net().double()
     held = list(net.parameters())
     handle = net.scale.register_hook(lambda grad: grad)
-    with pytest.raises(ModelError, match="'scale'"):
+    with pytest.raises(ModelError, match="'scale' has a gradient hook"):
         dw.wrap_model(net)
     handle.remove()
     model = dw.wrap_model(net)
@@ -412,7 +412,7 @@ def test_a_model_without_numbers_gets_the_same_on_any_number_of_ranks() -> None:
     assert sums[0][0] > 100
     with dw.init_empty():
         lacking = nn.Sequential(nn.Linear(2, 2), Lacking())
-    with pytest.raises(ModelError, match="reset_parameters"):
+    with pytest.raises(ModelError, match="no reset_parameters"):
         dw.wrap_model(lacking, strategy="fsdp")
 
 
@@ -460,7 +460,7 @@ def test_units() -> None:
         units_of(net, ["Blok"])
     with pytest.raises(ModelError, match="no module"):
         units_of(net, lambda module: False)
-    with pytest.raises(ModelError, match="ModuleList"):
+    with pytest.raises(ModelError, match="no forward"):
         units_of(net, ["ModuleList"])
 
 

@@ -35,7 +35,7 @@ def _refused() -> None:
         lambda loss: torch.autograd.backward(loss, inputs=held[0]),
     ):
         loss = model(inputs()).square().mean()
-        with pytest.raises(ModelError, match=r"loss.backward\(\)"):
+        with pytest.raises(ModelError, match="names parameters"):
             use(loss)
         loss.backward()
         assert held[0].grad is not None

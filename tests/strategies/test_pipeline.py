@@ -351,35 +351,35 @@ class Unlike(GPT):
 
 
 def refused() -> None:
-    with pytest.raises(ModelError, match="2 stages"):
+    with pytest.raises(ModelError, match="none at all"):
         dw.wrap_model(nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="blocks"):
+    with pytest.raises(ModelError, match="blocks of 1"):
         dw.wrap_model(GPT(blocks=1))
     with pytest.raises(OptionError, match="leave comm out"):
         dw.wrap_model(GPT(), comm="bytegrad")
     model = dw.wrap_model(Unlike())
     x, y = next(iter(batches()))
-    with pytest.raises(ModelError, match="'tensor 0'"):
+    with pytest.raises(ModelError, match="given different ones: 'tensor 0'"):
         model.loss((x + dw.rank()) % WORDS, y)
-    with pytest.raises(ModelError, match=r"'blocks.5'"):
+    with pytest.raises(ModelError, match=r"called 'blocks.5'"):
         model.backwards(x, y)
-    with pytest.raises(ModelError, match=r"'blocks.0'"):
+    with pytest.raises(ModelError, match=r"the output of 'blocks.0'"):
         model.skipping(x, y)
-    with pytest.raises(ModelError, match=r"blocks\.0"):
+    with pytest.raises(ModelError, match=r"computed from blocks\.0"):
         model.looking(x, y)
     loss = model.loss(x, y)
     loss.backward()
-    with pytest.raises(ModelError, match=r"backward\(\)"):
+    with pytest.raises(ModelError, match="a second backward"):
         loss.backward()
-    with pytest.raises(ModelError, match="optimizer_step"):
+    with pytest.raises(ModelError, match="torch's clips"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(ModelError, match="gradients"):
+    with pytest.raises(ModelError, match="LBFGS takes products"):
         dw.wrap_optimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ModelError, match=r"distwrap.save\(\)"):
+    with pytest.raises(ModelError, match="copied or pickled"):
         torch.save(model.state_dict(), BytesIO())
     if dw.rank() == 0:
         model.eval()
-        with torch.no_grad(), pytest.raises(CollectiveError, match="without gradients"):
+        with torch.no_grad(), pytest.raises(CollectiveError, match="forward 1 of Unlike without gradients"):
             model(x)
 
 
@@ -406,7 +406,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
 
 def test_stages_that_do_not_divide_the_ranks_are_refused() -> None:
     """Ranks that would be left over are an error before any training."""
-    with pytest.raises(OptionError, match="stages=3"):
+    with pytest.raises(OptionError, match="a multiple of 3"):
         dw.distributed(strategy=PipelineStrategy(stages=3), nprocs=2)(refused)()
 
 
@@ -419,7 +419,7 @@ def test_blocks_are_cut_into_stages_of_alike_size() -> None:
     assert find_chain(heavy, 2, None).ends == [1, 5]
     assert find_chain(net, 3, ["blocks.1", "blocks.2"]).ends == [1, 2, 5]
     assert find_chain(net, 2, ["blocks"]).names == ["norm", "head", "token", "position", "blocks"]
-    with pytest.raises(OptionError, match=r"'blocks\.9'"):
+    with pytest.raises(OptionError, match="unknown block"):
         find_chain(net, 2, ["blocks.9"])
     with pytest.raises(OptionError, match="beginnings"):
         find_chain(net, 3, ["blocks.1"])
@@ -436,7 +436,7 @@ def test_absent_tensors_have_sizes_and_no_numbers() -> None:
     assert is_here(torch.ones_like(absent))
     assert torch.equal(absent.new_zeros(2), torch.zeros(2))
     for read in (lambda: absent.sum().item(), lambda: bool(absent.sum() > 0), lambda: absent.nonzero()):
-        with pytest.raises(ModelError, match="another stage"):
+        with pytest.raises(ModelError, match="reads numbers"):
             read()
-    with pytest.raises(ModelError, match=r"add_\(\)"):
+    with pytest.raises(ModelError, match="would write numbers"):
         torch.ones(2, 3).add_(absent)

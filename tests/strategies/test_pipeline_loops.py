@@ -318,19 +318,19 @@ def refused() -> None:
     x, y = next(iter(batches()))
     around = dw.wrap_model(Recomputed(blocks=4))
     around.use_reentrant = True
-    with pytest.raises(ModelError, match=r"'blocks\.0'"):
+    with pytest.raises(ModelError, match="use_reentrant"):
         around.loss(x, y)
     for precision in ("32", "fp16"):
         model = dw.wrap_model(GPT(blocks=4), precision=precision)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
         scaler.scale(model.loss(x, y)).backward()
-        with pytest.raises(ModelError, match="GradScaler"):
+        with pytest.raises(ModelError, match="GradScaler of your own"):
             scaler.step(optimizer)
     for parameter in model.blocks[:2].parameters():
         parameter.requires_grad_(False)
     model.token.requires_grad_(False)
     model.position.requires_grad_(False)
-    with pytest.raises(ModelError, match="'fp16'"):
+    with pytest.raises(ModelError, match="are frozen"):
         dw.backward(model.loss(x, y))
 
 

@@ -289,7 +289,9 @@ def refused(model: Any, net: Sizes, optimizer: Any, tokens: torch.Tensor) -> Non
         model.cut(tokens.double().requires_grad_(), 1.0)
     # an output of another size than at first, and an error of the model's own: the other stages learn of both
     first = dw.rank() == 0
-    with pytest.raises(ModelError if first else CollectiveError, match="waits for" if first else "rank 0 of this"):
+    with pytest.raises(
+        ModelError if first else CollectiveError, match="2, 6.* waits for .*4, 6" if first else "rank 0 of this"
+    ):
         model.cut(tokens, 0.5)
     net.blocks[3].fails = True
     with pytest.raises(
@@ -312,10 +314,10 @@ def refused(model: Any, net: Sizes, optimizer: Any, tokens: torch.Tensor) -> Non
             parameter.grad /= 2
     norm = sum(parameter.grad.square().sum() for parameter in model.parameters() if parameter.grad is not None)
     for look in (lambda: norm.item(), lambda: 1.0 if norm > 1 else 2.0):
-        with pytest.raises(ModelError, match="stage only"):
+        with pytest.raises(ModelError, match="would take those"):
             look()
     here = next(parameter for parameter in model.parameters() if is_here(parameter) and parameter.grad is not None)
-    with pytest.raises(ModelError, match="max_norm="):
+    with pytest.raises(ModelError, match=r"the gradient of .*max_norm="):
         here.grad.mul_(1 / norm)
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -335,7 +337,7 @@ def broken() -> None:
     tokens, _ = batch(1, zeros=False)
     with mock.patch.object(TrainingPass, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         model.cut(tokens, 1.0)
-    with pytest.raises(ModelError, match=r"cut\(\)"):
+    with pytest.raises(ModelError, match=r"cut\(\), ended early"):
         model.cut(tokens, 1.0)
 
 

@@ -111,7 +111,7 @@ def test_the_first_step_proves_a_model_that_is_returned_as_it_is() -> None:
             optimizer.step()
             dw.barrier()
 
-    with pytest.raises(ModelError, match="'weight'"):
+    with pytest.raises(ModelError, match="'weight' is the first"):
         run_ranks(on_rank, 2)
 
 
@@ -124,7 +124,7 @@ def test_a_loss_of_two_strategies_is_refused() -> None:
         one, other = (dw.wrap_model(nn.Linear(2, 1), strategy=strategy) for _ in range(2))
         dw.backward(one(torch.ones(1, 2)).sum() + other(torch.ones(1, 2)).sum())
         third = dw.wrap_model(nn.Linear(2, 1))
-        with pytest.raises(ModelError, match="DDPStrategy"):
+        with pytest.raises(ModelError, match="Returned and DDPStrategy"):
             dw.backward(third(torch.ones(1, 2)).sum())
         del one, other
         dw.backward(third(torch.ones(1, 2)).sum())
@@ -135,7 +135,7 @@ def test_a_loss_of_two_strategies_is_refused() -> None:
 
 def test_a_strategy_of_one_model_checks_the_run_first() -> None:
     """A strategy that ``wrap_model`` is given may refuse the run's options, and the model's precision."""
-    with pytest.raises(OptionError, match="'fp16'"):
+    with pytest.raises(OptionError, match="has no precision"):
         dw.wrap_model(nn.Linear(1, 1), strategy=ByHand(), precision="fp16")
 
 
@@ -158,10 +158,10 @@ def test_a_model_that_is_wrapped_again_counts_once() -> None:
 
 def test_what_a_strategy_returns_must_be_of_use() -> None:
     """A strategy that returns no module, or no optimizer, is named with its method."""
-    with pytest.raises(ModelError, match=r"Wrong.prepare_model\(\)"):
+    with pytest.raises(ModelError, match=r"prepare_model.* NoneType"):
         dw.wrap_model(nn.Identity(), strategy=Wrong())
     model = dw.wrap_model(nn.Linear(1, 1), strategy=Wrong())
-    with pytest.raises(ModelError, match=r"Wrong.prepare_optimizer\(\)"):
+    with pytest.raises(ModelError, match=r"prepare_optimizer.* tuple"):
         dw.wrap_optimizer(torch.optim.SGD(model.parameters()))
 
 
@@ -203,7 +203,7 @@ def test_misspelt_options_are_refused_on_several_ranks() -> None:
     def on_rank() -> None:
         dw.wrap_model(nn.Linear(1, 1), find_unused_paramters=True)
 
-    with pytest.raises(OptionError, match="'find_unused_paramters'"):
+    with pytest.raises(OptionError, match="'find_unused_parameters'"):
         run_ranks(on_rank, 2)
 
 
@@ -223,5 +223,5 @@ def test_an_optimizer_that_a_strategy_does_not_hand_on() -> None:
         dw.wrap_optimizer(torch.optim.Adam(model.parameters()), model)
         model(torch.ones(1, 1)).sum().backward()
 
-    with pytest.raises(ModelError, match=r"prepare_optimizer\(\)"):
+    with pytest.raises(ModelError, match="must call super"):
         main()

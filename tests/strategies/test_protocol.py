@@ -96,12 +96,12 @@ def everything(folder: Path) -> dict[str, Any]:
     strategy.parts_differ = True
     dw.assert_in_sync(model)  # unequal parts are not compared
     strategy.parts_differ = False
-    with pytest.raises(ModelError, match="'weight'"):
+    with pytest.raises(ModelError, match=r"'weight' .*ranks 0, 2 .* ranks 1, 3 "):
         dw.assert_in_sync(model)
     strategy.parts_differ = True
     with torch.no_grad():
         next(model.parameters()).add_(rank() == 3)
-    with pytest.raises(ModelError, match="'weight'"):
+    with pytest.raises(ModelError, match=r"'weight' \(half 1\) .*rank 1 .* rank 3 "):
         dw.assert_in_sync(model)
     return found
 
@@ -170,7 +170,7 @@ def test_a_strategy_refuses_before_any_process_starts() -> None:
     def never() -> None:
         raise AssertionError
 
-    with pytest.raises(OptionError, match="'fp16'"):
+    with pytest.raises(OptionError, match="has no precision"):
         never()
 
 
@@ -201,7 +201,7 @@ def test_shards_of_a_strategy_are_no_strangers_to_the_first_step() -> None:
             dw.gather_object(None)
 
     train(False)
-    with pytest.raises(ModelError, match="'weight'"):
+    with pytest.raises(ModelError, match="'weight' is the first"):
         train(True)
 
 

@@ -103,7 +103,7 @@ def test_a_strategys_backend_and_another_one_contradict_each_other() -> None:
 def test_a_wrong_registration() -> None:
     with pytest.raises(OptionError, match="under a word"):
         register_strategy("my strategy", DDPStrategy)
-    with pytest.raises(OptionError, match="function"):
+    with pytest.raises(OptionError, match="class or a function"):
         register_algorithm("mine", 3)  # type: ignore[arg-type]
     registry = Registry("algorithm", ("attach",), "algorithms")
     registry.register("nothing", lambda: 3, "…")
@@ -125,7 +125,7 @@ def test_a_mistake_in_a_factory_comes_through() -> None:
         registry.make("buggy")
     assert caught.traceback[-1].name == "__init__"
     registry.register("passed_on", lambda **options: ByteGrad(**options))
-    with pytest.raises(OptionError, match="'feedback'"):
+    with pytest.raises(OptionError, match="unexpected keyword argument 'feedback'"):
         registry.make("passed_on(feedback=True)")
 
 
@@ -139,7 +139,7 @@ def test_broken_and_doubled_entry_points_are_named(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     registry: Registry[Strategy] = Registry("strategy", ("prepare_model",), "strategies")
     assert set(registry.available()) >= {"gone", "twin"}
-    with pytest.raises(OptionError, match="'gone'"):
+    with pytest.raises(OptionError, match="'gone' cannot be imported"):
         registry.make("gone")
     with pytest.raises(OptionError, match=r"strategy 'twin' is in several packages: (one:X and two|two:X and one):X"):
         registry.make("twin")
@@ -151,7 +151,7 @@ class _NoGroup(DDPStrategy):
 
 
 def test_a_strategy_that_makes_no_process_group() -> None:
-    with pytest.raises(LaunchError, match=r"init_process_group\(\)"):
+    with pytest.raises(LaunchError, match="no process group"):
         distributed(nprocs=2, strategy=_NoGroup(), timeout=20)(_static)()
 
 
@@ -207,7 +207,7 @@ def test_the_algorithm_is_chosen_by_argument_option_and_variable(monkeypatch: py
     assert distributed(nprocs=2, comm="allreduce")(_sent)() == half
     assert run.options(comm="bytegrad")() == byte
     monkeypatch.setenv("DISTWRAP_COMM", "fp61")
-    with pytest.raises(OptionError, match="'fp61'"):
+    with pytest.raises(OptionError, match=r"DISTWRAP_COMM: .*'fp61'"):
         run()
 
 
@@ -319,9 +319,9 @@ def _nodes() -> list[int]:
 def test_ddp2_is_one_process_a_node() -> None:
     run = distributed(strategy="ddp2")(_nodes)
     assert run() == [0]
-    with pytest.raises(OptionError, match="nprocs=2"):
+    with pytest.raises(OptionError, match="one process on"):
         run.options(nprocs=2)()
-    with pytest.raises(OptionError, match="one process"):
+    with pytest.raises(OptionError, match="this node has 2"):
         run_ranks(_nodes, 2)
 
 

@@ -52,7 +52,7 @@ def _changed_by_hand() -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad * 0.5  # as a clip of the user's own does
-    with pytest.raises(ModelError, match="optimizer_step"):
+    with pytest.raises(ModelError, match="gradients were changed"):
         optimizer.step()
     for _ in range(2):  # and it goes on
         optimizer.zero_grad()
@@ -130,6 +130,6 @@ def _saved_by_rank_0(folder: Path) -> None:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_rank_0_may_save_the_model_alone_but_not_its_optimizer(tmp_path: Path) -> None:
     """Under zero1 each rank has all weights; what is divided is saved by all ranks, and an error says so."""
-    with pytest.raises(CheckpointError, match=r"save\(\)"):
+    with pytest.raises(CheckpointError, match="rank 1 did not call"):
         run_ranks(_saved_by_rank_0, 2, tmp_path, timeout=60)
     assert dw.load(tmp_path / "model.pt")["model"]

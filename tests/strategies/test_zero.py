@@ -329,17 +329,17 @@ def refused() -> None:
 
     with pytest.raises(ModelError, match="parameters together"):
         dw.wrap_optimizer(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ModelError, match="'zero1'"), Join([model]):
+    with pytest.raises(ModelError, match="Join does not go"), Join([model]):
         pass
     optimizer = OPTIMIZERS["sgd"](model)
     before = optimizer.state_dict()
     at_first = float(loss())
     assert float(optimizer.step(loss)) == at_first  # type: ignore[arg-type]
     assert not before["state"]
-    with pytest.raises(ModelError, match=r"SGD.state_dict\(\)"):
+    with pytest.raises(ModelError, match="would return a part"):
         optimizer.state_dict()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with pytest.raises(ModelError, match="clip_grad_norm_"):
+    with pytest.raises(ModelError, match="another norm"):
         optimizer.step()
     optimizer.zero_grad()
 
@@ -403,7 +403,7 @@ def adapted() -> None:
 
 def test_an_optimizer_that_looks_at_all_parameters_is_found_out() -> None:
     """A number that a step computes from all parameters differs by rank, and is named."""
-    with pytest.raises(ModelError, match="Adaptive"):
+    with pytest.raises(ModelError, match="'d' of Adaptive"):
         run_ranks(adapted, 2)
 
 

@@ -123,7 +123,7 @@ def test_who_waits_hears_at_once_that_a_rank_leaves() -> None:
     leaving = threading.Timer(0.5, works[0].leave, kwargs={"failed": False})
     leaving.start()
     start = time.monotonic()
-    with pytest.raises(CollectiveError, match="left"):
+    with pytest.raises(CollectiveError, match="has left"):
         works[1].wait_for("thing", 0)
     assert stalls[1].asked == [True, False], "a rank that waits for work is no stall"
     assert time.monotonic() - start < LOOK_SECONDS / 2
@@ -157,7 +157,7 @@ def test_work_of_a_rank_on_another_node_takes_as_long_as_it_lives(notes: bool) -
     if notes:
         assert work.wait_for("thing", 0) == b"made"
     else:
-        with pytest.raises(WorkerDiedError, match="over there"):
+        with pytest.raises(WorkerDiedError, match=r"over there .*process is gone"):
             work.wait_for("thing", 0)
         assert SILENT_SECONDS <= bells.clock.monotonic() - 1000 <= SILENT_SECONDS + 2 * LOOK_SECONDS
     bells.close()

@@ -153,7 +153,7 @@ def _fails() -> None:
 
 
 def test_one_in_another_is_refused() -> None:
-    with dw.report(), pytest.raises(OptionError, match="already"), dw.report():
+    with dw.report(), pytest.raises(OptionError, match="measured already"), dw.report():
         pass
 
 
@@ -245,7 +245,7 @@ def test_a_report_that_cannot_be_written(wrong: str, tmp_path: Path) -> None:
     """That is said before anything runs."""
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(OptionError, match=r"times\.json|folder\.json.* cannot be written"):
+    with pytest.raises(OptionError, match=r"(times|folder)\.json.* cannot be written"):
         dw.distributed(nprocs=2, report=tmp_path / wrong)(pytest.fail)("ran")
 
 
@@ -267,11 +267,11 @@ def test_a_report_that_cannot_be_written_at_last(tmp_path: Path, capfd: pytest.C
 
 @pytest.mark.parametrize("wrong", ["", 1, 0, None, "times.txt", b"times.json", ["times.json"]])
 def test_a_report_that_is_no_path(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="path"):
+    with pytest.raises(OptionError, match="path of a file"):
         dw.distributed(report=wrong)
     if isinstance(wrong, str) and wrong:
         monkeypatch.setenv("DISTWRAP_REPORT", wrong)
-        with pytest.raises(OptionError, match="DISTWRAP_REPORT"):
+        with pytest.raises(OptionError, match=r"DISTWRAP_REPORT=.* ends in"):
             dw.distributed(nprocs=2)(pytest.fail)("ran")
 
 

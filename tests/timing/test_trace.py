@@ -175,11 +175,11 @@ def test_nothing_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [range(0), range(3, 1), range(0, 9, 2), range(-1, 3), 3, [1, 2]])
 def test_no_range_of_steps(steps: Any) -> None:
-    with pytest.raises(OptionError, match="range"), dw.trace(steps=steps):
+    with pytest.raises(OptionError, match="follow each other"), dw.trace(steps=steps):
         pass
 
 
 @pytest.mark.parametrize("path", [None, 3])
 def test_no_path(path: Any) -> None:
-    with pytest.raises(OptionError, match="path"), dw.trace(path=path):
+    with pytest.raises(OptionError, match="path of a file"), dw.trace(path=path):
         pass

@@ -74,7 +74,7 @@ def leave_early(path: Path) -> None:
 
 
 def test_a_rank_that_has_left(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="rank 1"):
+    with pytest.raises(WorkerError, match="rank 1 left"):
         run_ranks(leave_early, 2, tmp_path / "said", timeout=60)
     assert f"rank 1 {LEFT}" in (tmp_path / "said").read_text()
 
