@@ -60,7 +60,7 @@ def test_everything_of_the_repository_is_in_it(unpacked: Path) -> None:
         assert (unpacked / name).exists(), name
 
 
-@pytest.mark.nightly(row="packaging", why="docs/check.py reads the README")
+@pytest.mark.slow("builds what would be released")
 def test_page_of_the_package(unpacked: Path) -> None:
     """The page of the package has the README, without links into the repository, which would lead nowhere there."""
     page = (unpacked / "PKG-INFO").read_text()

@@ -17,7 +17,6 @@ import distwrap as dw
 from distwrap import FSDPStrategy, Strategy
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.testing import run_ranks
-from tests.slow import nightly, slow
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ def whole(thing: Any) -> dict[str, Any]:
     return copy.deepcopy(thing.state_dict() if strategy is None else strategy.state(thing, everywhere=True))
 
 
-def save_each(folder: Path, rows: list[Row]) -> None:
-    for seed, row in enumerate(rows):
+def save_each(folder: Path) -> None:
+    for seed, row in enumerate(ROWS):
         objects = made(row.on_four, seed)
         for io, suffix in FORMATS.items():
             dw.save(objects, folder / f"{row.name}{suffix}", io=io)
@@ -88,13 +87,13 @@ def save_each(folder: Path, rows: list[Row]) -> None:
             torch.save(truth, folder / f"{row.name}.truth")
 
 
-def load_each_and_save_again(folder: Path, rows: list[Row]) -> list[str]:
+def load_each_and_save_again(folder: Path) -> list[str]:
     """Load each checkpoint under each strategy; return what was not the same. Save each once more."""
     wrong = []
-    objects = {row.name: made(row.on_three, 99) for row in rows}
+    objects = {row.name: made(row.on_three, 99) for row in ROWS}
     pairs = [pair for pair in product(["single", *objects], objects) if pair[0] != pair[1]]
     ways = [list(FORMATS.items())[number % 2] for number, _ in enumerate(pairs)]  # half of them in a file
-    again = [((row.name, row.name), way) for row in rows for way in FORMATS.items()]
+    again = [((row.name, row.name), way) for row in ROWS for way in FORMATS.items()]
     for (source, target), (io, suffix) in [*zip(pairs, ways, strict=True), *again]:
         other = objects[target]
         loaded = dw.load(folder / f"{source}{suffix}", into=other)
@@ -134,26 +133,17 @@ def unlike(found: Any, expected: Any, path: str) -> Iterator[str]:
         yield f"{path}: {found}"
 
 
-@pytest.mark.parametrize(
-    ("saving", "loading", "rows"),
-    [
-        slow(2, 2, [ROWS[0], ROWS[1], ROWS[3]], why="saves and loads under three strategies"),
-        nightly(4, 3, ROWS, row="products", why="three of the strategies, on two ranks"),
-    ],
-    ids=["two ranks", "four ranks and three"],
-)
-def test_each_strategys_checkpoint_loads_in_each_other(
-    tmp_path: Path, saving: int, loading: int, rows: list[Row]
-) -> None:
+@pytest.mark.slow("saves under five strategies, and loads under each other")
+def test_each_strategys_checkpoint_loads_in_each_other(tmp_path: Path) -> None:
     """A model with tied and frozen weights and AdamW's state, in a file and in parts."""
-    run_ranks(save_each, saving, tmp_path, rows, timeout=120)
+    run_ranks(save_each, 4, tmp_path, timeout=120)
     alone = made("single", 50)
     for io, suffix in FORMATS.items():
         dw.save(alone, tmp_path / f"single{suffix}", io=io)
     torch.save({name: whole(thing) for name, thing in alone.items()}, tmp_path / "single.truth")
-    for wrong in run_ranks(load_each_and_save_again, loading, tmp_path, rows, timeout=120):
+    for wrong in run_ranks(load_each_and_save_again, 3, tmp_path, timeout=120):
         assert wrong == []
-    for row, suffix in product(rows, FORMATS.values()):
+    for row, suffix in product(ROWS, FORMATS.values()):
         dw.load(tmp_path / f"{row.name}-again{suffix}", into=(objects := made("single", 51)))
         truth = torch.load(tmp_path / f"{row.name}.truth", weights_only=True)
         assert list(differences(objects, truth)) == [], row.name + suffix

@@ -25,8 +25,8 @@ def kill(module: str, times: int, *words: object) -> None:
     done = run_python("-W", "error", "-m", f"tests.checkpoint.{module}", *words, times, cwd=ROOT, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
     killed, in_midst, newest = map(int, done.stdout.split()[-3:])
-    assert killed == times
-    assert in_midst >= times // 10, "hardly any kill has met anything half-written: the moments prove nothing"
+    assert killed >= times
+    assert in_midst >= max(1, times // 10), "hardly any kill has met anything half-written: the moments prove nothing"
     assert newest > times // 15
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import distwrap as dw
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
-from tests.slow import nightly, slow
+from tests.slow import slow
 
 EPOCHS, SAMPLES = 3, 29
 
@@ -83,7 +83,7 @@ def train(folder: Path, stop_after: int | None, precision: str, window: int) -> 
         (2, "fp16", 2),
         slow(2, "32", 1, why="one that is cut twice is in make test"),
         slow(1, "32", 2, why="one that is cut twice is in make test"),
-        nightly(3, "bf16", 2, row="products", why="two ranks, in the other precisions"),
+        slow(3, "bf16", 2, why="one that is cut twice is in make test"),
     ],
 )
 def test_continued_is_uninterrupted(tmp_path: Path, nprocs: int, precision: str, window: int) -> None:

@@ -21,7 +21,7 @@ from tests.clusters.test_hosts import BOTH
 from tests.clusters.test_mpi import MPICH, OPEN_MPI, needs
 
 pytestmark = pytest.mark.slow("starts interpreters, under launchers of all kinds")
-in_nightly = pytest.mark.nightly(row="hosts", why="process/ asks ranks where they are on one host")
+in_nightly = pytest.mark.nightly(row="hosts", why="timing/test_where.py finds ranks by their callers, elastic's too")
 
 TRAINING = [PYTHON, looked_at.__file__, "100"]
 DISTWRAP = [PYTHON, "-m", "distwrap"]

@@ -21,8 +21,9 @@ from tests.comm import references
 from tests.comm.test_weight_algorithms import LR, Linear, Quadratic, flat, target_of
 from tests.slow import MORE_RANKS, nightly, slow
 
-NODES = {2: [0, 0], 4: [0, 0, 1, 1], 5: [0, 0, 0, 1, 1]}
-RANKS = [2, slow(4, why=MORE_RANKS), nightly(5, row="products", why="four ranks show it")]
+NODES = {2: [0, 0], 3: [0, 0, 1], 4: [0, 0, 1, 1], 5: [0, 0, 0, 1, 1]}
+LATER = nightly(5, row="products", why="three ranks show it, on nodes of different sizes too")
+RANKS = [2, slow(3, why=MORE_RANKS), slow(4, why=MORE_RANKS), LATER]
 GRADIENT = ["allreduce", "fp16", "bf16", "bytegrad", "powersgd", "topk(ratio=0.5)"]
 
 
@@ -128,7 +129,7 @@ def _descend_by(name: str) -> list[Any]:
     return history
 
 
-@pytest.mark.parametrize("ranks", [4, nightly(5, row="products", why="four ranks show it")])
+@pytest.mark.parametrize("ranks", [3, 4, LATER])
 @pytest.mark.slow("the same on more ranks, and by other ways")
 def test_a_node_is_one_replica(ranks: int) -> None:
     """A node descends along the mean of its ranks' gradients, and only nodes meet, under every algorithm."""

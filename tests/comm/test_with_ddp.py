@@ -43,6 +43,7 @@ from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 from distwrap.versions import ENDS_GROUPS_LOCKED
+from tests.limits import SOON
 from tests.slow import few, nightly
 
 GRADIENT = [
@@ -296,8 +297,10 @@ class _Failing(Averager):
 
 @pytest.mark.parametrize(("how", "error"), [("raise", ZeroDivisionError), ("die", WorkerDiedError)])
 def test_a_failure_in_the_thread_is_raised_in_the_backward_and_nobody_hangs(how: str, error: type[Exception]) -> None:
+    began = time.monotonic()
     with pytest.raises(error):
-        run_ranks(_plainly, 2, [Failing(how=how)])
+        run_ranks(_plainly, 2, [Failing(how=how)], timeout=2 * SOON)
+    assert time.monotonic() - began < SOON
 
 
 class _Counted(GradientExchange):

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from distwrap import strip_module_prefix
+from distwrap.convert.checking import check
+from distwrap.convert.script import Script
 from tests.convert.runner import run, torchrun_variables
 from tests.convert.test_cases import NIGHTLY, after, converted, differences
 from tests.ports import free_port
@@ -61,11 +63,12 @@ def program(name: str) -> Path:
 @each_program
 @pytest.mark.slow("reads programs of hundreds of lines")
 def test_the_text(name: str) -> None:
-    """A program becomes the text beside it, and nothing that it computes is left for a person to write."""
+    """A program becomes the text beside it, with nothing that it computes left to write; check finds no fault there."""
     result = converted(program(name))
     assert result.is_result, [each.text(name) for each in result.notes]
     assert result.text == after(program(name)).read_text()
     assert tuple(each.rule for each in result.notes.of("left", "unsure")) == RUNS[name].left
+    assert [each.text(name) for each in check(Script(result.text))] == []
 
 
 @each_program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from distwrap.data.epoch_check import _digest
 from distwrap.errors import LoaderError
 from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
+from tests.limits import SOON
 
 
 def train(peeks: str, shuffle: bool, epochs: int = 2, says_epoch: bool = False, n: int = 40) -> int:
@@ -35,12 +37,14 @@ def train(peeks: str, shuffle: bool, epochs: int = 2, says_epoch: bool = False, 
 @pytest.mark.parametrize(("who", "number"), [("zero", 0), ("one", 1)])
 def test_a_peek_on_one_rank(who: str, number: int) -> None:
     """The other rank is not trained on overlapping shares, but told who was alone, where, and what to do."""
+    start = time.monotonic()
     message = (
         rf"rank {number} has taken 1 batch of epoch 0 of the loader sharded at "
         r"test_epoch_check\.py:\d+ and is in epoch 1"
     )
     with pytest.raises(LoaderError, match=message):
-        run_ranks(train, 2, who, True)
+        run_ranks(train, 2, who, True, timeout=2 * SOON)
+    assert time.monotonic() - start < SOON
 
 
 @pytest.mark.parametrize(

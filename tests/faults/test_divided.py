@@ -1,4 +1,4 @@
-"""A fault in a divided model; in `make nightly` some of each strategy, and by `make faults-divided` all, under load."""
+"""Faults in a divided model; in `make nightly` some of each strategy, and by `make faults-divided` all, under load."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from tests.faults.divided import run_divided
 from tests.faults.divided_cells import NAMES, ODD, PLACES, DividedCell, all_cells, expected
 from tests.slow import nightly
 
-QUICK = [
+# A failure of each kind: an exception, one that is caught, a step that is one rank's, deaths, and a loop that waits.
+HERE = [
     DividedCell("fsdp", "rank 1", "raise in a backward"),
-    DividedCell("fsdp", "rank 0", "evaluate alone"),
     DividedCell("fsdp", "rank 1", "step alone"),
-    DividedCell("hsdp", "rank 1", "SIGKILL in a block"),
     DividedCell("zero2", "rank 0", "SIGKILL in a save"),
-    DividedCell("zero2", "rank 1", "raise before a step"),
     DividedCell("tp", "rank 1", "catch and go on"),
+    DividedCell("pipeline", "rank 0", "SIGKILL in a load of parts"),
+    DividedCell("pipeline", "rank 1", "infinite loop"),
+]
+LATER = [
+    DividedCell("fsdp", "rank 0", "evaluate alone"),
+    DividedCell("hsdp", "rank 1", "SIGKILL in a block"),
+    DividedCell("zero2", "rank 1", "raise before a step"),
     DividedCell("tp", "rank 0", "other batch"),
     DividedCell("fsdp+tp", "rank 0", "SIGKILL in a backward"),
     DividedCell("pipeline", "rank 0", "raise in a backward"),
-    DividedCell("pipeline", "rank 0", "SIGKILL in a load of parts"),
     DividedCell("two pipelines", "rank 1", "infinite loop"),
 ]
 
@@ -33,8 +37,8 @@ def test_every_cell_has_an_expectation() -> None:
     cells = list(all_cells())
     assert all(expected(cell).seconds <= 10 for cell in cells)
     assert {cell.fault for cell in cells} == {*PLACES, *ODD}
-    assert {cell.strategy for cell in QUICK} == set(NAMES)
-    assert set(QUICK) <= set(cells)
+    assert {cell.strategy for cell in (*HERE, *LATER)} == set(NAMES)
+    assert {*HERE, *LATER} <= set(cells)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def runner() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    "cell", [QUICK[0], *(nightly(cell, row="faults", why="the first of them") for cell in QUICK[1:])], ids=str
+    "cell", [*HERE, *(nightly(cell, row="faults", why="failures of the same kinds") for cell in LATER)], ids=str
 )
 @pytest.mark.slow("one fault after the other in a divided model")
 def test_a_fault(cell: DividedCell, runner: subprocess.Popen[str]) -> None:

@@ -15,6 +15,7 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.testing import run_ranks
+from tests.limits import SOON
 from tests.slow import nightly
 
 LAUNCHES = int(os.environ.get("FAULTS_LAUNCHES", "50"))  # 1,000 in `make faults`
@@ -82,12 +83,14 @@ def test_two_runs_at_once() -> None:
 def test_many_ranks(nprocs: int) -> None:
     """Many ranks start, exchange, and stop; and with a fault in one of them they stop too."""
 
-    @distributed(nprocs=nprocs, launcher="forkserver", timeout=60)
+    @distributed(nprocs=nprocs, launcher="forkserver", timeout=2 * SOON)
     def many(fault: bool) -> int:
         if fault and dw.rank() == nprocs - 1:
             raise ValueError("the fault")
         return int(dw.reduce(1, "sum"))
 
     assert many(False) == nprocs
+    start = time.monotonic()
     with pytest.raises(ValueError, match="fault"):
         many(True)
+    assert time.monotonic() - start < SOON

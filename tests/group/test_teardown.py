@@ -45,7 +45,7 @@ if __name__ == "__main__":
 """
 
 
-OTHERS = ["forkserver", "script", "torchrun"]
+OTHERS = ["fork", "forkserver", "script", "torchrun"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -53,7 +53,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     "how",
     [
         *OTHERS,
-        nightly("fork", row="products", why="[script] and [forkserver]"),
         nightly("spawn", row="products", why="[forkserver]"),
         nightly("torchrun by hand", row="products", why="[torchrun]"),
     ],

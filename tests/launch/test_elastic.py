@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -81,9 +82,12 @@ def test_the_last_death_is_named() -> None:
 
 
 @pytest.mark.slow("starts ranks again after a failure")
-def test_every_value() -> None:
-    """returns="all" is a list in rank order."""
+def test_every_value(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """returns="all" is a list in rank order; of the restart a line says why."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "0")
     assert work.options(returns="all")("raise") == [(1, 3.0)] * 2
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
+    assert re.fullmatch(r"distwrap: restart 1 of at most 1: rank 1 on \S+ raised KeyError: \('boom', 3\)", line), line
 
 
 def test_by_name() -> None:

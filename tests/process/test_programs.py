@@ -122,7 +122,7 @@ JOINS = """
 import sys
 import distwrap as dw
 
-@dw.distributed(nprocs=7)
+@dw.distributed(nprocs=7, max_restarts=1)
 def main():
     if "fails" in sys.argv and dw.rank() == 1:
         raise ValueError("the first cause")
@@ -134,10 +134,12 @@ if __name__ == "__main__":
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """Ranks that torchrun has started join, and each goes on with the value."""
+    """Ranks that torchrun has started join, and each goes on with the value; what torchrun has decided is said once."""
     (tmp_path / "joins.py").write_text(JOINS)
-    done = run(*TORCHRUN, "joins.py", folder=tmp_path, OMP_NUM_THREADS="1")
+    done = run(*TORCHRUN, "joins.py", folder=tmp_path, OMP_NUM_THREADS="1", DISTWRAP_QUIET="0")
     assert done.stdout == "got [0, 1] torchrun\n" * 2
+    assert done.stderr.count("nprocs=7 is left to torchrun, which has started 2 here") == 1
+    assert done.stderr.count("max_restarts=1 is left to torchrun: torchrun has --max-restarts") == 1
 
 
 def test_a_failure_under_torchrun(tmp_path: Path) -> None:

@@ -43,9 +43,10 @@ def test_ctrl_c(launcher: str, tmp_path: Path, runs: list[Run]) -> None:
     assert said(errors) == ["KeyboardInterrupt: the ranks have ended"]
 
 
-def test_ctrl_c_with_loader_workers(tmp_path: Path, runs: list[Run]) -> None:
+@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+def test_ctrl_c_with_loader_workers(launcher: str, tmp_path: Path, runs: list[Run]) -> None:
     """Where loader workers are at work, a Ctrl-C is one line too."""
-    runs.append(run := Run(tmp_path, "fork", "with workers", sys.executable))
+    runs.append(run := Run(tmp_path, launcher, "with workers", sys.executable))
     time.sleep(1)
     run.send(signal.SIGINT)
     code, _, errors = run.ended()

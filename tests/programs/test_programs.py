@@ -72,9 +72,10 @@ def _words(found: Found | str) -> str:
     ("part", "nprocs"),
     [
         (0, 2),
+        (1, 2),
         *(
-            nightly(part, 2, row="products", why="twenty programs, by each part of a program")
-            for part in range(1, PARTS)
+            nightly(part, 2, row="products", why="forty programs, by each part of a program")
+            for part in range(2, PARTS)
         ),
         *(nightly(part, 3, row="products", why="the same programs on two ranks") for part in range(0, PARTS, 2)),
     ],

@@ -125,14 +125,7 @@ CELLS = (
         "pipeline, interleaved", PipelineStrategy(schedule="interleaved"), 2, IN_STAGES, only=AGAIN, nightly=SCHEDULES
     ),
     Cell("pipeline on three ranks", "pipeline", 3, IN_STAGES, only=AGAIN, nightly="the cell pipeline"),
-    Cell(
-        "two pipelines",
-        PipelineStrategy(stages=2, schedule="gpipe"),
-        4,
-        IN_STAGES,
-        only=AGAIN,
-        nightly="the cell pipeline",
-    ),
+    Cell("two pipelines", PipelineStrategy(stages=2, schedule="gpipe"), 4, IN_STAGES, only=AGAIN, slow=MORE_RANKS),
     Cell("auto", "auto", only=tuple(HEART), slow="ddp's own code, chosen"),
     Cell(
         "auto in little memory",

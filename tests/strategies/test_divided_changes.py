@@ -152,7 +152,7 @@ def trained_alone() -> nn.Module:
     [
         ("fsdp", 2),
         ("tp", 2),
-        nightly("fsdp", 3, row="products", why="two ranks show it, but for rows that do not divide"),
+        ("fsdp", 3),  # which do not divide the rows
         nightly(FSDPStrategy(shard=2), 4, row="products", why="two ranks show it"),
         nightly(FSDPStrategy(tensor_parallel=2), 4, row="products", why="two ranks show it"),
     ],

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import distwrap as dw
 from distwrap.environments import Placement
 from distwrap.errors import OptionError
-from distwrap.options import Options
+from distwrap.options import Options, notice_seconds
 from distwrap.supervision import stacks, waits as waits_module
 from distwrap.supervision.channel import TICK_SECONDS
 from distwrap.supervision.locations import Location
@@ -331,6 +331,12 @@ def test_a_wrong_limit_is_refused(value: str) -> None:
         Options().with_environment({"DISTWRAP_WAIT_NOTICE": value})
 
 
+@pytest.mark.parametrize(("value", "seconds"), [("", 30.0), ("0", 0.0), (" 2.5 ", 2.5)])
+def test_the_limit_is_what_the_variable_says(value: str, seconds: float) -> None:
+    """0 is never, and without a word it is the default."""
+    assert notice_seconds({"DISTWRAP_WAIT_NOTICE": value}) == seconds
+
+
 # When it is said, by a clock of the test's.
 
 
@@ -498,6 +504,14 @@ def test_who_is_behind_is_waited_for() -> None:
     )
     assert "for rank 1, which is in log at a.py:5, and rank 2, which is in evaluate at a.py:7." in told(
         0, backward, there("log", "a.py:5", begun=8), there("evaluate", "a.py:7", begun=8)
+    )
+
+
+def test_a_rank_that_does_not_answer_is_waited_for() -> None:
+    """It is told in the words by which it is known."""
+    assert told(0, there("barrier", "a.py:1", 31), "does not answer: it is gone") == (
+        "rank 0 has waited 31 s in barrier at a.py:1 for rank 1, which does not answer: it is gone. "
+        "It waits up to 600 s."
     )
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from distwrap.strategies.single import SingleStrategy
 from distwrap.testing import run_ranks
 from distwrap.timing.recorder import Recorder
 from tests.convert.runner import torchrun_variables
+from tests.forked_commands import PYTHON, forked_commands
+from tests.slow import nightly
 from tests.timing import loops
 
 
@@ -184,6 +185,7 @@ def test_the_report_of_a_run(
     _check_report(path, capfd.readouterr().err, capfd)
 
 
+OTHERS, WARM = ("script", "spawn", "elastic"), "test_the_report_of_a_run, by the launcher of warm ranks"
 SCRIPT = """
 import distwrap as dw
 from tests.timing import loops
@@ -193,8 +195,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "script", "spawn", "elastic"])
-@pytest.mark.nightly(row="products", why="test_the_report_of_a_run, by the launchers of warm ranks")
+@pytest.mark.parametrize("launcher", ["torchrun", *(nightly(each, row="products", why=WARM) for each in OTHERS)])
+@pytest.mark.slow("a program")
 def test_the_report_of_a_run_under_other_launchers(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,9 +205,10 @@ def test_the_report_of_a_run_under_other_launchers(
     places = torchrun_variables(2) if launcher == "torchrun" else [{}]
     script.write_text(SCRIPT.format(launcher="auto" if launcher == "torchrun" else launcher))
     _asked_for("variable", path, monkeypatch)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    for name, value in {**forked_commands(), "PYTHONPATH": str(Path(__file__).parents[2])}.items():
+        monkeypatch.setenv(name, value)
     ranks = [
-        subprocess.Popen([sys.executable, script], env={**os.environ, **place}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([PYTHON, script], env={**os.environ, **place}, stderr=subprocess.PIPE, text=True)
         for place in places
     ]
     said = "".join([rank.communicate(timeout=100)[1] for rank in ranks])

@@ -23,6 +23,7 @@ from distwrap.supervision.board import BOARD, Board
 from distwrap.supervision.locations import LEFT
 from distwrap.supervision.runs import NAME, Run, Shown, runs
 from distwrap.testing import run_ranks
+from tests.slow import INTERPRETERS, nightly
 
 SHOWN = Shown(0, ["backward", "a.py:3", 12, ""], 98.0)
 
@@ -86,8 +87,8 @@ def look_for_caller(caller: int) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("launcher", ["elastic", "spawn"])
-@pytest.mark.nightly(row="products", why="test_where_a_rank_is, and tests/clusters/test_looking.py by the launchers")
+@pytest.mark.parametrize("launcher", ["elastic", nightly("spawn", row="products", why="test_where_a_rank_is")])
+@pytest.mark.slow(INTERPRETERS)
 def test_launchers(launcher: str) -> None:
     """Whichever way the ranks are started, they are found by the process that has called them."""
     assert dw.distributed(nprocs=2, launcher=launcher, timeout=60)(look_for_caller)(os.getpid()) == 1
