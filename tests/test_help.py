@@ -98,6 +98,7 @@ def test_a_decorated_function_shows_the_users_own_help() -> None:
     assert pickle.loads(pickle.dumps(train)) is train
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_notebook_completes_the_names() -> None:
     """Jedi, which completes in IPython, offers the public names, the options, and `options` of a decorated function."""
     found = completed("distwrap.")

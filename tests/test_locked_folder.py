@@ -57,7 +57,7 @@ def test_a_killed_owners_is_removed(temporary: Path) -> None:
         assert folder.exists()
         holder.kill()
         holder.wait(20)
-        assert wait_until(lambda: not lives(owner), SOON)
+        assert wait_until(lambda: not lives(int(owner)), SOON)
         seen: list[Path] = []
         locked_folder.remove_abandoned("other")
         assert folder.exists()

@@ -376,6 +376,7 @@ def in_phases(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+@pytest.mark.slow("others of its kind are in make test")
 def test_an_optimizer_that_is_gone_on_one_rank_alone(strategy: str) -> None:
     """A divided model becomes whole again, with the optimizers that all ranks still have."""
 

@@ -129,6 +129,7 @@ parts = st.lists(st.integers(0, 2**63) | st.text("abc", min_size=1), min_size=1,
 
 @given(parts, parts)
 @settings(deadline=None, derandomize=True, database=None)
+@pytest.mark.slow("others of its kind are in make test")
 def test_mixed_seeds_differ(one: list[int | str], other: list[int | str]) -> None:
     """Different parts mix to different seeds of 63 bits, and the same parts to the same."""
     assert 0 <= mix(*one) < 2**63

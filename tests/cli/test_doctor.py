@@ -41,6 +41,7 @@ def test_the_plot(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_json_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     """One object, with every rank's facts and the sizes measured."""
     assert main(["doctor", "--nprocs", "2", "--json"]) == 0

@@ -30,7 +30,7 @@ from distwrap.comm import (
 from distwrap.comm.base import Bucket
 from distwrap.testing import run_ranks
 from tests.comm import references
-from tests.slow import MORE_RANKS, nightly, slow
+from tests.slow import MORE_RANKS, few, nightly, slow
 
 RANKS = [1, 2, slow(4, why=MORE_RANKS), *(nightly(ranks, row="products", why="four ranks show it") for ranks in (3, 5))]
 STEPS = 4
@@ -113,7 +113,7 @@ def reference_of(name: str, shapes: list[tuple[int, ...]], ranks: int) -> Refere
     return references.CompressedMean(coded[name], count, ranks, feedback="feedback" in name)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", few(ALGORITHMS, 4))
 @pytest.mark.parametrize("ranks", RANKS)
 def test_like_the_reference_and_alike_on_all_ranks(ranks: int, name: str) -> None:
     """Over buckets of every shape and size of numbers, in every step."""

@@ -482,14 +482,17 @@ def _goes_on(comm: str, path: str, first: int) -> tuple[list[float], list[float]
 
 @pytest.mark.parametrize(
     ("comm", "first", "alike"),
-    [
-        ("diloco(sync_every=4, warmup_steps=2)", 10, True),
-        ("diloco(sync_every=4, fragments=2)", 8, False),
-        ("diloco(sync_every=4)", 2, False),
-        ("local_sgd(sync_every=3, warmup_steps=4)", 10, True),
-        ("local_sgd(sync_every=4, warmup_steps=8)", 5, True),
-        ("decentralized(communication_interval=3)", 7, False),
-    ],
+    few(
+        [
+            ("diloco(sync_every=4, warmup_steps=2)", 10, True),
+            ("diloco(sync_every=4, fragments=2)", 8, False),
+            ("diloco(sync_every=4)", 2, False),
+            ("local_sgd(sync_every=3, warmup_steps=4)", 10, True),
+            ("local_sgd(sync_every=4, warmup_steps=8)", 5, True),
+            ("decentralized(communication_interval=3)", 7, False),
+        ],
+        2,
+    ),
 )
 def test_a_run_goes_on_from_the_mean(tmp_path: Path, comm: str, first: int, alike: bool) -> None:
     """Saved where the ranks were alike, it is the run that was never cut: phase, warm-up and outer momentum go on."""
@@ -579,6 +582,7 @@ def _qadam_goes_on(path: str, plain_first: bool) -> tuple[list[float], list[floa
 
 
 @pytest.mark.parametrize("plain_first", [False, True])
+@pytest.mark.slow("others of its kind are in make test")
 def test_qadam_goes_on_from_a_checkpoint(tmp_path: Path, plain_first: bool) -> None:
     """In the phase in which it was saved: no second warm-up, and about the weights of the uninterrupted run."""
     everyone = run_ranks(_qadam_goes_on, 2, str(tmp_path / "x.pt"), plain_first)

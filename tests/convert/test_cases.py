@@ -17,7 +17,7 @@ from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import Converted, convert
 from distwrap.convert.script import Script, read
 from tests.convert.runner import run, torchrun_variables
-from tests.slow import nightly, slow
+from tests.slow import few, nightly, slow
 
 CASES = Path(__file__).parent / "cases"
 BEFORE = sorted(path for path in CASES.glob("*/*.py") if path.name.count(".") == 1)
@@ -49,7 +49,7 @@ def after(path: Path) -> Path:
     return path.with_suffix(".after.py")
 
 
-@pytest.mark.parametrize("path", BEFORE, ids=named)
+@pytest.mark.parametrize("path", few(BEFORE, 20), ids=named)
 def test_the_text(path: Path) -> None:
     """A script becomes the text beside it, to the byte; check finds nothing in a plain one, before and after."""
     script, expected = read(path)[0], after(path).read_bytes().decode()
@@ -69,6 +69,7 @@ def test_a_script_that_imports_distwrap_is_left() -> None:
 
 
 @pytest.mark.parametrize("path", [executed(path) for path in BEFORE], ids=named)
+@pytest.mark.slow("others of its kind are in make test")
 def test_it_trains_as_before(path: Path, tmp_path: Path) -> None:
     """The original in one process, the converted script in one process and on two ranks end with the same weights."""
     weights = [

@@ -19,6 +19,7 @@ from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.data.ranks import standing_on
 from tests.data.streams import Resumable
+from tests.slow import few
 
 MODES = ("auto", "drop", "pad", "exact")
 
@@ -169,7 +170,7 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank() -> None:
     assert run_ranks(on_rank, 2, timeout=20) == [2, 2]
 
 
-@pytest.mark.parametrize("leaver", [0, 1, 2])
+@pytest.mark.parametrize("leaver", few([0, 1, 2], 1))
 def test_a_rank_that_leaves_ends_the_loop_of_all(leaver: int) -> None:
     """By a break after its step; the loops that follow, also of that loader, are whole again."""
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
+from tests.slow import few
 
 DATA = TensorDataset(torch.arange(26.0).view(13, 2))
 
@@ -79,13 +80,13 @@ def trains_between(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float])
     return sum("evaluated alone" in key for key in current_world().counts)
 
 
-@pytest.mark.parametrize("evaluate", [forgotten, on_rank_zero, with_gradients, without_gradients_in_the_loop])
+@pytest.mark.parametrize("evaluate", few([forgotten, on_rank_zero, with_gradients, without_gradients_in_the_loop], 2))
 def test_numbers_of_one_rank_are_told_of(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float]) -> None:
     """A sum over a rank's share that nothing adds up over the ranks is told of once, at its place."""
     assert run_ranks(trains_between, 2, evaluate)[0] == 1
 
 
-@pytest.mark.parametrize("evaluate", [reduced, reduced_after_another_pass, gathered, by_torch, left_early])
+@pytest.mark.parametrize("evaluate", few([reduced, reduced_after_another_pass, gathered, by_torch, left_early], 2))
 def test_numbers_of_all_ranks_are_not(evaluate: Callable[[DataLoader[tuple[torch.Tensor]]], float]) -> None:
     """Ranks that exchange anything in an evaluation or after it are left alone, and so is a pass that ends early."""
     assert run_ranks(trains_between, 2, evaluate) == [0, 0]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distwrap import gather, mean, shard_loader, wrap_model
 from distwrap.testing import run_ranks
+from tests.slow import few
 
 CASES = list(itertools.product([1, 2, 3, 7, 20, 41], [1, 4, 6]))  # n, batch size
 
@@ -58,7 +59,7 @@ def evaluate(cases: list[tuple[int, int]], num_workers: int, bn_is_trained: bool
 
 
 @pytest.mark.parametrize("bn_is_trained", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", few([2, 3, 4], 1))
 def test_the_metric_is_one_processs(world_size: int, bn_is_trained: bool) -> None:
     """For any n, batch size and number of ranks, also with fewer samples than ranks."""
     expected = evaluate(CASES, 0, bn_is_trained)

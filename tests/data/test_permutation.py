@@ -20,6 +20,7 @@ def test_no_number_is_lost_or_repeated(n: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2**20 - 1, 2**20, 2**20 + 1, 1_000_003])
+@pytest.mark.slow("others of its kind are in make test")
 def test_many_numbers(n: int) -> None:
     """The same for numbers that fill the bits, just do not, and just overflow."""
     assert torch.equal(Permutation(n, 1)(torch.arange(n)).sort().values, torch.arange(n))

@@ -44,6 +44,7 @@ sizes = st.integers(1, 4)
     st.sampled_from(["pad", "exact", "drop"]),
     st.sampled_from(["", "torch", "stream"]),
 )
+@pytest.mark.slow("others of its kind are in make test")
 def test_each_remaining_sample_once(
     n: int, before: tuple[int, int], after: tuple[int, int], steps: int, epoch: int, mode: Mode, shuffle: str
 ) -> None:

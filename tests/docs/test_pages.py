@@ -89,6 +89,7 @@ second …
 """
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_page_is_run_as_it_is_marked(tmp_path: Path) -> None:
     """Blocks make programs, files are written, commands are run, and what is not to be run is not."""
     assert run_page(PAGE, tmp_path).split("\n") == ["first", "from the file", "second 1.5", ""]
@@ -97,6 +98,7 @@ def test_a_page_is_run_as_it_is_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new"), [("first\nfrom", "last\nfrom"), ('print("from the file")', "1 / 0"), ("python train.py", "false")]
 )
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_page_that_is_wrong_fails(old: str, new: str, tmp_path: Path) -> None:
     """Something else printed, a program that fails and a command that fails are all seen."""
     with pytest.raises(AssertionError):

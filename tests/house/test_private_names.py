@@ -55,6 +55,7 @@ def _classes() -> Iterator[type]:
 
 
 @pytest.mark.parametrize("of_datasets", [False, slow(True, why="imports datasets")], ids=["others", "datasets"])
+@pytest.mark.slow("others of its kind are in make test")
 def test_this_version_has_each(of_datasets: bool) -> None:
     """Each name is in the installed version of its owner; where it is not, _internals is to name that version."""
     gone = []

@@ -152,6 +152,7 @@ def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_rank_that_is_ended_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's agent may end a rank before our worker has begun there, and leaves no file then either."""
 
@@ -167,6 +168,7 @@ def test_a_rank_that_is_ended_at_its_start(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_folder_of_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is none of ours under a lock is left alone, and is no reason to fail."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

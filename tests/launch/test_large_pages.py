@@ -36,6 +36,7 @@ print(made, (after - before) >> 11)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has such pages")
+@pytest.mark.slow("others of its kind are in make test")
 def test_memory_is_the_same() -> None:
     """As many pages are made as it says, as far as this kernel makes any; a fork's writing stays its own."""
     done = run_python("-c", PROGRAM, MODULE, timeout=60)

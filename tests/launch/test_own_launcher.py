@@ -126,6 +126,7 @@ def test_values_come_home() -> None:
     assert dw.distributed(nprocs=2, launcher="folder", returns="all", timeout=30)(ranks)() == [(0, 1), (1, 1)]
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_it_trains() -> None:
     """retrofit trains the caller's model to what one process trains it to."""
 

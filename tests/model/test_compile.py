@@ -97,6 +97,7 @@ def test_under_mixed_precision() -> None:
     run_ranks(on_rank, 2, timeout=60)
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_the_unwrapped_model_can_be_traced_and_exported() -> None:
     """FX and ``torch.export`` work on what ``unwrap_model`` gives back, after training."""
 

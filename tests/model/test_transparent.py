@@ -336,6 +336,7 @@ def test_unwrap_model_undoes_any_nesting() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", slow("local", why="compiles a model")])
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_compiled_model_has_no_prefix_either(kind: str) -> None:
     """Around a compiled model all names are the user's, alone and as a part of another module."""
 

@@ -215,7 +215,7 @@ def test_an_interrupt(notebook: Notebook) -> None:
     answer = notebook.cell("waits()", interrupt=notes)
     assert answer["error"] == "KeyboardInterrupt"
     assert answer["seconds"] < SOON
-    assert not any(lives(note.read_text()) for note in notes)
+    assert not any(lives(int(note.read_text())) for note in notes)
     assert "[0, 1]" in notebook.run("dw.distributed(nprocs=2, returns='all')(dw.rank)()")
 
 
@@ -240,7 +240,7 @@ def test_the_end_of_the_kernel(tmp_path: Path) -> None:
     finally:
         notebook.close()
     deadline = time.monotonic() + SOON
-    pids = [(tmp_path / name).read_text() for name in ("pid0", "pid1", "server")]
+    pids = [int((tmp_path / name).read_text()) for name in ("pid0", "pid1", "server")]
     while any(lives(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -129,6 +129,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("launcher", ["forkserver", "spawn", "script"])
+@pytest.mark.slow("others of its kind are in make test")
 def test_what_a_program_starts_are_forks_too(launcher: str, tmp_path: Path) -> None:
     """A server, and ranks, have the descriptors that they are given, and what the interpreter has imported."""
     (tmp_path / "program.py").write_text(RANKS)

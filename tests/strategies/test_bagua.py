@@ -73,6 +73,7 @@ def test_one_line_changes(name: str) -> None:
     assert type(translated(name, {})).__name__ in distributed(nprocs=2, strategy=BaguaStrategy(name))(_train)()
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_other_ways_to_say_it() -> None:
     run = distributed(nprocs=2, strategy="bagua")(_train)
     assert run() == "AllReduce(hierarchical=False)"

@@ -85,6 +85,7 @@ def real_bytes(name: str) -> tuple[int, int, int]:
     return here(tensors), here(each.grad for each in tensors if each.grad is not None), here(state)
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_real_runs_hold_what_is_estimated() -> None:
     """Parameters, gradients and optimizer state of the rank with most are within 2 % of the estimate."""
 
@@ -191,6 +192,7 @@ def test_auto_trains_as_one_process_whatever_it_chooses() -> None:
                 assert torch.allclose(state[key], value, rtol=0, atol=1e-9), (name, key)
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_auto_counts_the_other_models_of_a_run() -> None:
     """What one model takes is not there for the next; options that a strategy refuses leave it out."""
 
@@ -277,6 +279,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "Recommended: strategy='fsdp'" in done.output
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_the_command_with_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """Activations are measured where they can be, and else it says that they are not in it, and why."""
     place = f"{__name__}:Net"

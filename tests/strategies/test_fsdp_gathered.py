@@ -248,6 +248,7 @@ def _hooks(module: nn.Module) -> dict[str, int]:
     return {name: len(value) for name, value in vars(module).items() if name.endswith("hooks") and value}
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_model_given_back_is_plain() -> None:
     """No module keeps a hook of FSDP, also those inside of units, and all keep those of their owner."""
     run_ranks(_given_back, 2)

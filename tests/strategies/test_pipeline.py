@@ -244,6 +244,7 @@ def memory(tied: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_rank_has_its_stage_alone() -> None:
     """Each rank has its blocks, and of the rest what its stage computes of, in whatever order it was registered."""
     run = dw.distributed(strategy="pipeline", nprocs=3, returns="all", timeout=60)(memory)
@@ -273,6 +274,7 @@ def evaluated() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_evaluation_and_losses_of_the_loops_own() -> None:
     """Without gradients any method runs through all stages; with them ``model(x)`` does too, as a whole batch."""
     expected = evaluated()

@@ -28,6 +28,7 @@ from tests.slow import INTERPRETERS
 LIMIT = 60.0
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_a_collective_that_times_out_says_where_all_are() -> None:
     """The error of a collective to which not all ranks came has the place of each rank."""
 

@@ -43,6 +43,7 @@ def test_files_that_are_named_are_there() -> None:
     assert all(Path(path).exists() for path in (*waits._TORCHS, waits._DATA, *stacks._OUR_LOOPS, *waits._OUR_NATIVE))
 
 
+@pytest.mark.slow("others of its kind are in make test")
 def test_functions_that_say_little_are_there() -> None:
     """Each function that a hang report does not name is in torch, in distwrap or in the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
