@@ -44,7 +44,7 @@ from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 from distwrap.versions import ENDS_GROUPS_LOCKED
 from tests.limits import SOON
-from tests.slow import few, nightly
+from tests.slow import few, nightly, slow
 
 GRADIENT = [
     "allreduce",
@@ -482,17 +482,19 @@ def _goes_on(comm: str, path: str, first: int) -> tuple[list[float], list[float]
 
 @pytest.mark.parametrize(
     ("comm", "first", "alike"),
-    few(
-        [
-            ("diloco(sync_every=4, warmup_steps=2)", 10, True),
-            ("diloco(sync_every=4, fragments=2)", 8, False),
-            ("diloco(sync_every=4)", 2, False),
-            ("local_sgd(sync_every=3, warmup_steps=4)", 10, True),
-            ("local_sgd(sync_every=4, warmup_steps=8)", 5, True),
-            ("decentralized(communication_interval=3)", 7, False),
-        ],
-        2,
-    ),
+    [
+        ("diloco(sync_every=4, warmup_steps=2)", 10, True),
+        ("local_sgd(sync_every=4, warmup_steps=8)", 5, True),
+        *(
+            slow(*each, why="others of their kind are in `make test`")
+            for each in [
+                ("diloco(sync_every=4, fragments=2)", 8, False),
+                ("diloco(sync_every=4)", 2, False),
+                ("local_sgd(sync_every=3, warmup_steps=4)", 10, True),
+                ("decentralized(communication_interval=3)", 7, False),
+            ]
+        ),
+    ],
 )
 def test_a_run_goes_on_from_the_mean(tmp_path: Path, comm: str, first: int, alike: bool) -> None:
     """Saved where the ranks were alike, it is the run that was never cut: phase, warm-up and outer momentum go on."""
