@@ -5,8 +5,8 @@
     python -m tests.nightly --due --seconds 600        # in CI: rows whose paths have changed, as long as there is time
 
 A row is due when something under its paths has changed since the commit at which it was last seen to pass, which
-`tests/nightly.log` says. What is due and does not fit in the time is printed as owed; so is in CI what never passed. Each row has smoke tests in
-`make test-all`, which run always.
+`tests/nightly.log` says. What is due and does not fit in the time is printed as owed; so is in CI a row that has never
+passed. Each row has smoke tests in `make test-all`, which run always.
 """
 
 from __future__ import annotations
