@@ -49,7 +49,7 @@ def files_of(name: str) -> list[Path]:
 
 
 def trained_by(
-    name: str, commands: list[str], folder: Path, environment: dict[str, str] | None = None, seconds: float = 200
+    name: str, commands: list[str], folder: Path, environment: dict[str, str] | None = None, seconds: float = 120
 ) -> dict[str, State]:
     """Run commands of a page beside its programs, and return the weights in each file that they have written.
 
@@ -68,8 +68,8 @@ def trained_by(
     for command in commands:
         words = command.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
         ended, printed = _ended(words, folder, here, seconds)
-        # Seen with torch 2.13 at the end of plain DDP: gloo's group, as it goes, waits for a thread of its own that wants
-        # the interpreter's lock, which the waiting one has.
+        # Seen with torch 2.13 at the end of plain DDP: gloo's group waits, as it goes, for a thread of its own that
+        # wants the interpreter's lock, which the one that waits has.
         if not ended and "_before.py" in command and (TORCHS_END in printed or NOT_ENDED in printed):
             ended, printed = _ended(words, folder, here, seconds)
         assert ended, f"{command}\n{printed}"
@@ -151,7 +151,7 @@ def assert_page_holds(
     folder: Path,
     environment: dict[str, str] | None = None,
     commands: list[str] | None = None,
-    seconds: float = 200,
+    seconds: float = 120,
 ) -> None:
     """Run a page's commands, and compare the weights with one another and with those of one process.
 
