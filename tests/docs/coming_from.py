@@ -49,7 +49,7 @@ def files_of(name: str) -> list[Path]:
 
 
 def trained_by(
-    name: str, commands: list[str], folder: Path, environment: dict[str, str] | None = None, seconds: float = 120
+    name: str, commands: list[str], folder: Path, environment: dict[str, str] | None = None, seconds: float = 200
 ) -> dict[str, State]:
     """Run commands of a page beside its programs, and return the weights in each file that they have written.
 
@@ -151,7 +151,7 @@ def assert_page_holds(
     folder: Path,
     environment: dict[str, str] | None = None,
     commands: list[str] | None = None,
-    seconds: float = 120,
+    seconds: float = 200,
 ) -> None:
     """Run a page's commands, and compare the weights with one another and with those of one process.
 
