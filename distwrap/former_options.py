@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
+from distwrap.former_names import REMOVED
+
 
 class Instead(NamedTuple):
     """Words of distwrap for another package's option.
@@ -212,7 +214,7 @@ ENVIRONMENT_PREFIX = "DISTWRAP_"
 
 
 def for_option(name: str, value: object) -> str:
-    """Return what to write for an option of another package; empty if no package has such an option.
+    """Return what to write for an option of another package, or one that is not here any more; empty of any other.
 
     Example:
         >>> for_option("devices", 4)
@@ -220,6 +222,8 @@ def for_option(name: str, value: object) -> str:
         >>> for_option("mixed_precision", "no")
         'Write precision="32". It is the default.'
     """
+    if name in REMOVED["option"]:
+        return REMOVED["option"][name]
     instead = _look_up(name, value)
     return "" if instead is None else _sentence(instead, f"{instead.option}={instead.value}")
 
@@ -236,8 +240,11 @@ def for_variable(variable: str, text: str, variables: Container[str]) -> str:
         >>> for_variable("DISTWRAP_DEVICES", "4", {"DISTWRAP_NPROCS"})
         'Write DISTWRAP_NPROCS=4.'
     """
+    name = variable.removeprefix(ENVIRONMENT_PREFIX)
+    if name.lower() in REMOVED["option"]:
+        return REMOVED["option"][name.lower()]
     value: object = int(text) if text.removeprefix("-").isdecimal() else text
-    instead = _look_up(variable.removeprefix(ENVIRONMENT_PREFIX), value)
+    instead = _look_up(name, value)
     if instead is None:
         return ""
     named = f"{ENVIRONMENT_PREFIX}{instead.option.upper()}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 from distwrap import frames
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
-from distwrap.former_names import BECAME, LAUNCHER_OF_STRATEGY, REMOVED
+from distwrap.former_names import BECAME, LAUNCHER_OF_STRATEGY
 from distwrap.former_options import ENVIRONMENT_PREFIX, for_option, for_variable
 from distwrap.registry import algorithms, launchers, precisions, strategies
 from distwrap.wording import unknown_name
@@ -172,7 +172,7 @@ class Options:
         checked: dict[str, Any] = {}
         for name, value in given.items():
             if name not in DECLARATIONS:
-                hint = REMOVED["option"].get(name) or for_option(name, value)
+                hint = for_option(name, value)
                 raise OptionError(f"{where}: {unknown_name('option', name, DECLARATIONS, {name: hint})}")
             try:
                 checked[name] = DECLARATIONS[name].check(name, value)
@@ -214,9 +214,7 @@ class Options:
         for variable in env:
             ours = variable.startswith(ENVIRONMENT_PREFIX) and variable not in (*known, STORE, LAUNCHER, SCRIPT)
             if ours or _is_misspelt(variable, known):
-                name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-                removed = REMOVED["option"].get(name)
-                hint = removed or for_variable(variable, env[variable], VARIABLES) or _without_variable(name)
+                hint = for_variable(variable, env[variable], VARIABLES) or _without_variable(variable)
                 raise OptionError(unknown_name("variable", variable, known, {variable: hint}))
         check_words(env)
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}
@@ -243,8 +241,9 @@ def _is_misspelt(variable: str, known: Iterable[str]) -> bool:
     return bool(difflib.get_close_matches(text, known, n=1, cutoff=0.92))
 
 
-def _without_variable(name: str) -> str:
+def _without_variable(variable: str) -> str:
     """Return what to write where an option has no variable; empty of a name that is no option."""
+    name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
     if name not in DECLARATIONS or DECLARATIONS[name].text is not None:
         return ""
     return f"The option {name} has no variable: write @distributed({name}=…) or .options({name}=…)."

@@ -56,10 +56,10 @@ ROWS = {
     ),
     "notebooks": Row(("examples/notebooks", "tests/notebooks", "distwrap/launch/pickling.py")),
     "slurm": Row(
-        ("distwrap/launch/slurm", "distwrap/environments", "tests/clusters"), (), ("tests/clusters",), as_root=True
+        ("distwrap/launch/slurm", "distwrap/environments", "tests/clusters"), folders=("tests/clusters",), as_root=True
     ),
     "mpi": Row(("distwrap/environments", "distwrap/network", "tests/clusters"), as_root=True),
-    "hosts": Row((*_START[:4], "tests/clusters"), (), ("tests/clusters",), as_root=True),
+    "hosts": Row((*_START[:4], "tests/clusters"), folders=("tests/clusters",), as_root=True),
     "hivemind": _engine("hivemind", "distwrap/strategies/hivemind"),
     "ray": _engine("ray", "distwrap/launch/ray"),
     "transformers": _engine("transformers", "distwrap/environments", "docs/howto/huggingface.md"),
@@ -136,12 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends: dict[str, str] = {}
     for row in rows:
         left = end - time.monotonic()
-        known = row in passed  # in CI else nobody could say whether there is time for it
-        if ROWS[row].as_root and os.geteuid() != 0:
-            ends[row] = "owed: it needs root"
-            continue
-        if (given.due and (row in _NOT_IN_CI or not known)) or left <= 0 or (known and passed[row].seconds > left):
-            ends[row] = "owed: there is no time for it here"
+        if why := _why_owed(row, passed.get(row), left, in_ci=given.due):
+            ends[row] = f"owed: {why}"
             continue
         print(f"=== nightly: {row}", flush=True)
         begun = time.monotonic()
@@ -153,6 +149,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row, words in ends.items():
         print(f"nightly: {row}: {words}")
     return int(any(words.startswith("FAILED") for words in ends.values()))
+
+
+def _why_owed(row: str, passed: Passed | None, left: float, *, in_ci: bool) -> str:
+    """Return why a row cannot be run now; empty if it can.
+
+    Args:
+        row: its name.
+        passed: when it last passed.
+        left: seconds that are left for it.
+        in_ci: whether nobody waits for it, and a landing does.
+    """
+    if ROWS[row].as_root and os.geteuid() != 0:
+        return "it needs root"
+    if in_ci and row in _NOT_IN_CI:
+        return "it takes too long here"
+    if in_ci and passed is None:
+        return "it has never passed, so nobody knows how long it takes"
+    return "there is no time left" if left <= 0 or (passed is not None and passed.seconds > left) else ""
 
 
 def _run(row: Row, name: str, seconds: float) -> int | None:

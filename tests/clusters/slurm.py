@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.orphans import lives
+
 NODES = 3
 _SECONDS = 40.0  # for the nodes to be idle
 
@@ -150,19 +152,11 @@ def _end(daemons: list[int]) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + 10
-    while any(map(_runs, daemons)) and time.monotonic() < deadline:
+    while any(map(lives, daemons)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for pid in filter(_runs, daemons):
+    for pid in filter(lives, daemons):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process has not ended; the first process here may take seconds to reap it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _free_ports(count: int) -> list[int]:

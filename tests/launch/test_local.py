@@ -16,6 +16,7 @@ from distwrap.errors import WorkerDiedError
 from distwrap.network.waiting import wait_until
 from distwrap.testing import run_ranks
 from tests.limits import SOON
+from tests.orphans import lives
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])
@@ -45,17 +46,9 @@ def test_what_a_rank_has_started_does_not_hide_its_end(launcher: str, tmp_path: 
         starts_and_dies()
     assert time.monotonic() - start < SOON
     pid = int((tmp_path / "pid").read_text())
-    if not wait_until(lambda: has_ended(pid), 5):
+    if not wait_until(lambda: not lives(pid), 5):
         os.kill(pid, signal.SIGKILL)
         raise AssertionError("what the rank had started lives on")
-
-
-def has_ended(pid: int) -> bool:
-    """Return whether a process is gone, but for who is to reap it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_run_ranks_hands_arguments_on() -> None:
