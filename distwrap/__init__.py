@@ -104,6 +104,7 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
     unscale: Undo the scaling of an optimizer's gradients under fp16, to read or change them before `optimizer_step`.
     unwrap_model: Return the user's model out of any nesting of distwrap, DDP, DataParallel and torch.compile.
     wait_for_saves: Wait until everything that ``save(background=True)`` writes is on disk; every rank must call it.
+    where: Print on standard error the line in which each rank is: in a debugger, or anywhere in the loop.
     world_size: Return the number of processes, 1 in a single process.
     wrap_model: Prepare a model for distributed training; in a single process on the CPU in float32 it only gets a thin
         wrapper.
@@ -132,7 +133,7 @@ if typing.TYPE_CHECKING:
     from distwrap.data.lockstep import lockstep as lockstep
     from distwrap.data.moving import to_device as to_device
     from distwrap.data.splitting import split as split
-    from distwrap.debugging import breakpoint_on as breakpoint_on
+    from distwrap.debugging import breakpoint_on as breakpoint_on, where as where
     from distwrap.decorator import distributed as distributed
     from distwrap.environments import Placement as Placement
     from distwrap.errors import DistwrapError as DistwrapError
@@ -217,7 +218,7 @@ _MODULES = {
     "data.lockstep": "lockstep",
     "data.moving": "to_device",
     "data.splitting": "split",
-    "debugging": "breakpoint_on",
+    "debugging": "breakpoint_on where",
     "decorator": "distributed",
     "environments": "Placement",
     "errors": "DistwrapError",

@@ -7,6 +7,9 @@ from typing import TextIO
 from distwrap.errors import OptionError, PlacementError
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
+from distwrap.simulated import simulation
+from distwrap.supervision import stacks
+from distwrap.wording import print_notice
 
 
 def breakpoint_on(rank: int = 0) -> None:
@@ -63,6 +66,24 @@ def breakpoint_on(rank: int = 0) -> None:
 
     print(f"distwrap: rank {rank} stops, and the others wait until you say 'continue'", file=stdout, flush=True)
     Debugger(stdin=stdin, stdout=stdout, nosigint=True).set_trace(frame)
+
+
+def where() -> None:
+    """Print on standard error the line in which each rank is: in a debugger, or anywhere in the loop.
+
+    Among simulated ranks, of which one runs, it also says for what each of the others waits.
+
+    Example:
+        >>> where()
+    """
+    simulated, world = simulation(), current_world()
+    if simulated is not None:
+        lines = simulated.whereabouts()
+    elif world.tells_others and world.channel is not None:
+        lines = world.channel.reporter.ask_all()
+    else:
+        lines = "rank 0 is at {1}".format(*stacks.locate(stacks.of_frame(stacks.users_frame())))
+    print_notice(f"where each rank is:\n{lines}")
 
 
 def _terminal() -> tuple[TextIO, TextIO]:

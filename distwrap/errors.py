@@ -15,6 +15,7 @@ DistwrapError
 ├── ArrivalError (TimeoutError)           not all ranks arrived at the rendezvous in time
 ├── CollectiveError (RuntimeError)        the ranks disagree about what they exchange
 │   ├── CollectiveTimeoutError (TimeoutError) not all ranks called a collective in time
+│   ├── DeadlockError                     no simulated rank can go on
 │   └── CollectiveInRankZeroError         a collective in code that only some ranks run, so that it would never end
 ├── LoaderError (ValueError)              a loader cannot be sharded safely, or all ranks get the same data
 ├── ModelError (RuntimeError)             a model cannot be wrapped, or is used in a way that would train wrongly
@@ -124,6 +125,10 @@ class CollectiveError(DistwrapError, RuntimeError):
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """Not all ranks called a collective in time; the message says where each of them was."""
+
+
+class DeadlockError(CollectiveError):
+    """No rank of a simulation can go on: the message says for what each waits, and where."""
 
 
 class CollectiveInRankZeroError(CollectiveError):

@@ -25,6 +25,10 @@ class _Row(NamedTuple):
     defaults: dict[str, Any] = {}  # never written to
 
 
+def _place(place: str, package: str) -> str:
+    return place if place.startswith("distwrap.") else f"{package}.{place}"
+
+
 class Registry(Generic[Thing]):
     """Table of names, and of the factory of each.
 
@@ -58,7 +62,7 @@ class Registry(Generic[Thing]):
         loose: bool = False,
     ) -> None:
         self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
-        self._rows = {name: _Row((f"{package}.{place}",), *rest) for name, place, *rest in rows}
+        self._rows = {name: _Row((_place(place, package),), *rest) for name, place, *rest in rows}
         self._own = set(self._rows)
         self._aliases, self._former, self._hints = dict(aliases or {}), former or {}, hints
         self._gone, self._gone_options = gone or {}, gone_options

@@ -31,7 +31,13 @@ SWITCHES = {
     QUIET: "silence the line at the start and notices during the run; reports and errors are still printed",
     "DISTWRAP_TRUST_NETWORK": "unpickle objects of other ranks also where no secret tells who sent them",
 }
-CHOICES = {frames.VARIABLE: ("full", "show the frames of distwrap in tracebacks too")}
+TEST_RANKS = "DISTWRAP_TEST_RANKS"
+SIMULATE = "DISTWRAP_SIMULATE"
+NUMBERS = {SIMULATE: "simulate so many ranks in this process, whatever the code says: launcher='simulate'"}
+CHOICES = {
+    frames.VARIABLE: ("full", "show the frames of distwrap in tracebacks too"),
+    TEST_RANKS: ("simulate", "let `distwrap.testing.run_ranks` simulate its ranks"),
+}
 SECRET_FILE = "DISTWRAP_SECRET_FILE"
 WAIT_NOTICE = "DISTWRAP_WAIT_NOTICE"
 SECONDS_OF = {WAIT_NOTICE: "seconds after which a line says for whom ranks wait, by default 30; 0 is never"}
@@ -210,7 +216,7 @@ class Options:
         """
         from distwrap.environments.distwrap_environment import LAUNCHER, SCRIPT, STORE  # not needed to decorate
 
-        known = (*VARIABLES, *SWITCHES, *CHOICES, *SECONDS_OF, *PATHS)
+        known = (*VARIABLES, *SWITCHES, *CHOICES, *SECONDS_OF, *PATHS, *NUMBERS)
         for variable in env:
             ours = variable.startswith(ENVIRONMENT_PREFIX) and variable not in (*known, STORE, LAUNCHER, SCRIPT)
             if ours or _is_misspelt(variable, known):
@@ -222,7 +228,11 @@ class Options:
         for variable, name in found.items():
             if name != "nprocs" or "strategy" not in given:  # else the two are to be judged together
                 self.updated({name: given[name]}, where=variable)
-        return self.updated(given, where=" and ".join(found))
+        result = self.updated(given, where=" and ".join(found))
+        if not env.get(SIMULATE):
+            return result
+        ranks = _from_text(SIMULATE, "nprocs", env[SIMULATE])
+        return result.updated({"launcher": "simulate", "nprocs": ranks}, where=SIMULATE)
 
 
 DECLARATIONS: dict[str, Declaration] = {each.name: each.metadata["declaration"] for each in fields(Options)}

@@ -38,7 +38,9 @@ StrategyName = Literal[
     "ddp_script",
     "ddp_notebook",
 ]
-LauncherName = Literal["auto", "fork", "forkserver", "spawn", "script", "elastic", "ray", "slurm", "xla", "external"]
+LauncherName = Literal[
+    "auto", "fork", "forkserver", "spawn", "script", "elastic", "ray", "slurm", "xla", "simulate", "external"
+]
 PrecisionName = Literal["32", "bf16", "bf16-true", "fp16"]
 AlgorithmName = Literal[
     "allreduce",
@@ -149,6 +151,11 @@ launchers: Registry[Launcher] = Registry(
         ("ray", "ray:RayLauncher", "actors on a Ray cluster, with the resources that a rank needs"),
         ("slurm", "slurm:SlurmLauncher", "a Slurm job, which the call submits, waits for, and gets the results of"),
         ("xla", "xla:XlaLauncher", "processes of torch_xla, one for each of its devices: strategy='xla'"),
+        (
+            "simulate",
+            "distwrap.testing.simulation.launcher:SimulateLauncher",
+            "threads of this process, in turns: for a debugger",
+        ),
         ("external", "external:refuse", "none: an outer launcher must have started the ranks"),
     ),
     hints=LAUNCHER_HINTS,

@@ -252,6 +252,7 @@ def serve(control_fd: int, listener_fd: int) -> NoReturn:
         listener_fd: of the one to which other processes of this user connect, each for one program, which is killed
             where they go before it has ended.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C of a test is meant for its program
     importlib.import_module("tests.started")
     importlib.import_module("torch._dynamo")  # torch, with what comes with DDP and with the first optimizer
     with contextlib.suppress(ImportError):
@@ -275,6 +276,7 @@ def serve(control_fd: int, listener_fd: int) -> NoReturn:
                 asked, (*files, status) = received
                 pid = os.fork()
                 if pid == 0:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                     for fd in (status, *programs, *(each.status for each in programs.values())):
                         os.close(fd)
                     for each in (listener, *callers):

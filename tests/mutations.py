@@ -122,9 +122,9 @@ CENTRAL = (
     ),
     Mutation(
         "rank 0's result",
-        "launch/base.py",
-        'return values if job.returns == "all" else values[0]',
-        'return values if job.returns == "all" else values[-1]',
+        "launch/worker.py",
+        'wanted = place.rank == 0 or assignment.returns == "all"',
+        'wanted = place.rank == place.world_size - 1 or assignment.returns == "all"',
         ("tests/launch/test_local.py",),
     ),
     Mutation(

@@ -11,6 +11,7 @@ from distwrap.checkpoint.on_ranks import UNTOUCHED, problem_in_words
 from distwrap.checkpoint.plain import Staging
 from distwrap.errors import CheckpointError
 from distwrap.group.world import RunPart, World
+from distwrap.simulated import simulation
 
 
 class Writer(RunPart):
@@ -42,6 +43,9 @@ class Writer(RunPart):
             except Exception as error:  # noqa: BLE001 - raised where somebody waits
                 self._error = _explained(error, what) if tells else None
 
+        if simulation() is not None:
+            work()
+            return
         atexit.unregister(self._end_program)
         atexit.register(self._end_program)
         # Not a daemon: an interpreter that ends waits for it.

@@ -45,6 +45,11 @@ COMMANDS = {
         "show what distwrap decides on this node and why, then test it with real ranks",
         ("", "--no-test", "--comm --weights 1e8"),
     ),
+    "simulate": Command(
+        "simulate",
+        "run a script on several ranks in this process, for a debugger; a deadlock is an error at once",
+        ("-n 8 train.py", "-n 4 train.py -- --epochs 1"),
+    ),
     "report": Command(
         "report", "print again where the time of a run went, from the file that it wrote", ("times.json",)
     ),

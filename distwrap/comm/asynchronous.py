@@ -24,6 +24,7 @@ from distwrap.devices.streams import Given, SideStream
 from distwrap.errors import CollectiveTimeoutError
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel
+from distwrap.simulated import Condition, Thread, simulation
 
 
 class AsyncExchange(WeightExchange["AsyncAveraging"]):
@@ -41,7 +42,8 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         super().__init__(algorithm, model, world)
         self._interval, self._patience = algorithm.sync_interval_ms / 1000, world.options.timeout
         self.rounds = 0
-        self._changed = threading.Condition()
+        self._simulation = simulation()
+        self._changed: Condition = threading.Condition() if self._simulation is None else self._simulation.condition()
         self._runs = self._resumes = self._closed = False
         self._pausing = self._wanted = False
         self._side = SideStream(self.device)
@@ -49,7 +51,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         self._move: Given | None = None
         self._paused_at: Any = None
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     @property
     def runs(self) -> bool:
@@ -61,6 +63,8 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
     def after_step(self, step: int) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._simulation is not None:
+            self._simulation.pass_step()
         if self._move is not None or self.node is not None:
             self._take_over()
         if self._wanted:
@@ -125,7 +129,11 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             return
         self._runs, self._pausing = True, False
         if self.link is not None:
-            self._thread = threading.Thread(target=self._run, args=(self.link,), name="distwrap-async", daemon=True)
+            run = partial(self._run, self.link)
+            if self._simulation is None:
+                self._thread = threading.Thread(target=run, name="distwrap-async", daemon=True)
+            else:
+                self._thread = self._simulation.thread(run)
             self._thread.start()
 
     def _run(self, link: Link) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.futures import Future
 
 from distwrap.devices.streams import SideStream
+from distwrap.simulated import simulation
 
 T = TypeVar("T")
 
@@ -41,6 +42,10 @@ class Engine:
 
         On an accelerator, the work waits for what is already in the current stream.
         """
+        if simulation() is not None:  # whose collectives end where they are waited for, in the order of the calls
+            done: Future[T] = Future()
+            done.set_result(self._done(work, otherwise))
+            return done
         if self._thread is None:
             # The thread refers to this engine, not to the model, and ends with the model.
             self._thread = threading.Thread(target=self._run, name="distwrap-comm", daemon=True)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from distwrap.devices.kinds import kind_of, kind_of_torch
 from distwrap.environments import Placement
 from distwrap.errors import OptionError, PlacementError
+from distwrap.simulated import simulation
 from distwrap.wording import named_ranks, unknown_name
 
 
@@ -50,6 +51,8 @@ def choose_device(placement: Placement, devices: Devices) -> torch.device:
     Raises:
         PlacementError: there is more than one device, but fewer than ranks on this node.
     """
+    if (simulated := simulation()) is not None:
+        return torch.device(simulated.device)
     if devices.count == 0:
         return torch.device("cpu")
     if devices.count >= placement.local_world_size:

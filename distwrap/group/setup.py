@@ -25,6 +25,7 @@ from distwrap.network.rendezvous import await_last_group, loss_told, meet, say_g
 from distwrap.network.secret import agree_on_secret
 from distwrap.network.stores import client_of
 from distwrap.options import Options, check_words
+from distwrap.simulated import simulation
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
@@ -131,14 +132,18 @@ def join(
     """
     import_before_group()
     SECONDS("timeout", options.timeout)
+    simulated = simulation()
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
     kind_of(device).use(device)
     backend = selection.choose_backend(options.backend, device)
     interfaces.check_users_choice(os.environ, backend)
     with ExitStack() as cleanup, loss_told(placement):
-        gpu = kind_of(device).unique_name(device) if chosen is None else None
-        store = meet(placement, min(options.timeout, ARRIVAL_SECONDS), device, gpu)
-        placement = assign_resources(placement, store, device, cleanup)
+        if simulated is None:
+            gpu = kind_of(device).unique_name(device) if chosen is None else None
+            store = meet(placement, min(options.timeout, ARRIVAL_SECONDS), device, gpu)
+            placement = assign_resources(placement, store, device, cleanup)
+        else:
+            store = simulated.meet(placement)
         # Now, since the store is certainly there. Where there is no clone, the channel's thread waits now and then for
         # the main thread's look-ups.
         side = client_of(store)
@@ -159,7 +164,8 @@ def join(
     activate(world)
     supervised = distwrap_environment.STORE in os.environ
     activity = world.part(Activity)
-    world.channel = Channel(bells, placement, activity, supervised, options.timeout, world.secret or b"")
+    make = Channel if simulated is None else simulated.channel
+    world.channel = make(bells, placement, activity, supervised, options.timeout, world.secret or b"")
     world.channel.thread.on_accelerator = world.device.type != "cpu"
     world.channel.start()
     world.arrange()

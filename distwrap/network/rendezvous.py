@@ -45,9 +45,8 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
     Raises:
         ArrivalError: not all ranks came, two of them are the same, or this one runs another version than rank 0.
     """
-    global _generation
-    _generation += 1
-    store: Store = PrefixStore(f"{_PREFIX}/{_generation}", _open_store(placement, seconds))
+    meeting = begin_meeting()
+    store: Store = PrefixStore(f"{_PREFIX}/{meeting}", _open_store(placement, seconds))
     address = interfaces.source_address(str(placement.master_addr)) if placement.nnodes > 1 else None
     mine = {**registration(device), "gpu": gpu, "address": address}
     text = json.dumps(mine)
@@ -165,6 +164,13 @@ def side_store(path: str, meeting: int) -> Store:
 def next_meeting() -> int:
     """Return the number of this process's next meeting."""
     return _generation + 1
+
+
+def begin_meeting() -> int:
+    """Return the number of this process's meeting that begins."""
+    global _generation
+    _generation += 1
+    return _generation
 
 
 def count_meetings_anew() -> None:

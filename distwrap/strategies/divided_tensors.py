@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -33,42 +34,61 @@ class DividedTensors(RunPart):
     """
 
     def __init__(self, world: World) -> None:
-        copyreg.pickle(DTensor, _reduced)
-        numbers = _Numbers("divided tensors")
-        on_cpu = world.device.type == "cpu"
-        draws = {name: _drawing(name) for name in _DRAW} if on_cpu else {}
-        self._changes = {
-            "data": property(_data, _set_data),
-            "__format__": _formatted,
-            **{name: numbers.taken_by(getattr(torch.Tensor, name)) for name in _NUMBERS},
-            **divided_changes.changes(draws),
-        }
-        self._give_back_draws = handle_draws(_drawn_like) if on_cpu else lambda: None
-        for name, change in self._changes.items():
-            setattr(DTensor, name, change)
+        self.numbers = _Numbers("divided tensors")
+        if not _runs:
+            _change(on_cpu=world.device.type == "cpu")
+        _runs.append(self)
 
     def close(self) -> None:
-        """Restore ``DTensor``."""
-        copyreg.dispatch_table.pop(DTensor, None)
-        self._give_back_draws()
-        for name, change in self._changes.items():
-            if vars(DTensor).get(name) is change:
-                delattr(DTensor, name)
+        """Restore ``DTensor`` at the end of the last run: simulated ranks share the class."""
+        _runs.remove(self)
+        while not _runs and _undo:
+            _undo.pop()()
+
+
+_runs: list[DividedTensors] = []
+_undo: list[Callable[[], object]] = []
+
+
+def _change(*, on_cpu: bool) -> None:
+    copyreg.pickle(DTensor, _reduced)
+    _undo.append(lambda: copyreg.dispatch_table.pop(DTensor, None))
+    if on_cpu:
+        _undo.append(handle_draws(_drawn_like))
+    changes = {
+        "data": property(_data, _set_data),
+        "__format__": _formatted,
+        **{name: _of_whole(getattr(torch.Tensor, name)) for name in _NUMBERS},
+        **divided_changes.changes({name: _drawing(name) for name in _DRAW} if on_cpu else {}),
+    }
+    for name, change in changes.items():
+        setattr(DTensor, name, change)
+        _undo.append(partial(_restore, name, change))
+
+
+def _restore(name: str, change: Any) -> None:
+    if vars(DTensor).get(name) is change:
+        delattr(DTensor, name)
+
+
+def _of_whole(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method for ``DTensor`` that returns numbers of the whole tensor."""
+
+    def number(tensor: DTensor, *args: Any) -> Any:
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            current_world().part(DividedTensors).numbers.meet()
+        return method(shards.whole(tensor), *args)
+
+    return number
 
 
 class _Numbers(Alignment):
     """Reads of Python numbers from divided tensors, in which all ranks take part."""
 
-    def taken_by(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method for ``DTensor`` that returns numbers of the whole tensor."""
-
-        def number(tensor: DTensor, *args: Any) -> Any:
-            if not all(placement.is_replicate() for placement in tensor.placements):
-                self.count += 1
-                self._meet()
-            return method(shards.whole(tensor), *args)
-
-        return number
+    def meet(self) -> None:
+        """Wait for the other ranks to take the same number."""
+        self.count += 1
+        self._meet()
 
     def _refuse(self, other: int, what: str) -> NoReturn:
         raise CollectiveError(

@@ -110,6 +110,8 @@ def held(store: Store, ranks: int) -> Board | None:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     file = getattr(store, "underlying_store", None)
+    if isinstance(shared := getattr(file, "board", None), Board):  # of ranks that are simulated in this process
+        return shared
     path = read(file, _HELD).decode() if isinstance(file, FileStore) else ""
     if not path:
         return None

@@ -3,12 +3,12 @@
 import typing
 
 from distwrap.launch.forkserver import stop_server
-from distwrap.testing.ranks import run_ranks
+from distwrap.testing.ranks import run_ranks, simulate
 
 if typing.TYPE_CHECKING:
     from distwrap.testing.conformance import check_strategy
 
-__all__ = ["check_strategy", "run_ranks", "stop_server"]
+__all__ = ["check_strategy", "run_ranks", "simulate", "stop_server"]
 
 if not typing.TYPE_CHECKING:
 

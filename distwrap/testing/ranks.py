@@ -1,8 +1,11 @@
 """Running of test bodies on several ranks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -11,8 +14,12 @@ from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
 from distwrap.launch.forkserver import ForkServerLauncher
 from distwrap.launch.task import Task
-from distwrap.options import Options
+from distwrap.options import TEST_RANKS, Options
+from distwrap.registry import strategies
 from distwrap.testing.exactness import Computing
+
+if TYPE_CHECKING:
+    from distwrap.testing.simulation.faults import Fail
 
 R = TypeVar("R")
 
@@ -61,8 +68,69 @@ class Launch:
         task = Task(fn, args, {}, self.options.updated(options))
         job = base.Job(task, nprocs or self.nprocs, seconds=self.timeout)
         try:
-            values: list[R] = base.launch(ForkServerLauncher(), job)
+            values: list[R] = base.launch(_launcher(), job)
         except BaseException as error:
             tracebacks.fold(error)
             raise
         return values
+
+
+def _launcher() -> base.Launcher:
+    """Return the launcher of test bodies: real ranks, or simulated ones where the variable says so."""
+    if os.environ.get(TEST_RANKS) == "simulate":
+        from distwrap.testing.simulation.launcher import SimulateLauncher
+
+        return SimulateLauncher()
+    return ForkServerLauncher()
+
+
+def simulate(
+    fn: Callable[..., R],
+    nprocs: int,
+    *args: Any,
+    schedule: int | Iterable[int] | None = None,
+    fail: Fail | None = None,
+    **options: Any,
+) -> list[R]:
+    """Run a function on simulated ranks, threads of this process, and return the values of all in rank order.
+
+    Exactly one rank runs, rank 0 in this thread, and it gives up its turn only where it waits in a collective, for a
+    message, at a store, or in ``time.sleep``. So a plain ``breakpoint()`` stops all, and one run is one order.
+
+    Args:
+        fn: the function; the process group is set up when it runs.
+        nprocs: the number of ranks.
+        *args: the arguments of `fn`; each rank gets copies, as by pickling.
+        schedule: a number draws another order of the turns; several numbers run it once for each, and return the values
+            of the last.
+        fail: ``(rank, event)``: this rank dies at the event of this number, from 1, with no handler run. Or a function
+            of a rank, an event's number, and the event in words, which returns ``"die"``, an exception that the event
+            raises, by how many simulated seconds the rank is late, or ``None``. Events are collectives, messages, and
+            operations on stores and files.
+        **options: of ``@distributed``, as ``strategy="fsdp"``.
+
+    Raises:
+        DeadlockError: no rank can go on.
+        CollectiveError: the ranks are in different collectives.
+        WorkerDiedError: a rank died, as `fail` asked.
+        BaseException: the exception that a rank raised first.
+
+    Example:
+        >>> simulate(abs, 2, -3)
+        [3, 3]
+    """
+    from distwrap.testing.simulation.launcher import SimulateLauncher
+
+    values: list[R] = []
+    for seed in [schedule] if schedule is None or isinstance(schedule, int) else schedule:
+        chosen = Options(returns="all").updated(options)
+        task = Task(fn, args, {}, replace(chosen, strategy=strategies.make(chosen.strategy)))
+        launcher = SimulateLauncher(seed, fail)
+        job = base.Job(task, AT_LEAST_ONE("nprocs", nprocs))
+        launcher.check(job)
+        try:
+            values = base.launch(launcher, job)
+        except BaseException as error:
+            tracebacks.fold(error)
+            raise
+    return values

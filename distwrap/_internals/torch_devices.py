@@ -1,0 +1,182 @@
+"""Functions of torch that name accelerators, answered for simulated ranks: the script sees as many devices as ranks.
+
+torch's own code sees what is there. Each rank's tensors are on the one device that there is: the first accelerator, or
+the CPU. All were seen in versions 2.6 to 2.15; what a version lacks is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import device_mesh
+from torch.overrides import TorchFunctionMode
+
+from distwrap.errors import LaunchError
+
+_TYPES = ("cuda", "xpu", "mps", "hpu", "npu")
+_MOVES = {"to", "_parse_to"}
+
+
+class OneDevice(TorchFunctionMode):
+    """Mode of a rank's thread in which each accelerator that a call names is the one device that there is.
+
+    Relies on ``torch._C._nn:_parse_to``.
+    Without it: ``module.to(0)`` of a simulated rank asks for a device that is not there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if self._device.type == "cpu" and name in ("cuda", "xpu", "pin_memory"):
+            return args[0]
+        if self._device.type == "cpu" and name in ("record_stream", "is_pinned"):
+            return None
+        if name == "cuda":
+            return args[0].to(self._device)
+        if name in _MOVES:
+            first = int(name == "to")  # after the tensor itself
+            args = (*args[:first], *(self.of(each, also_numbers=True) for each in args[first:]))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = self.of(kwargs["device"], also_numbers=True)
+        return func(*args, **kwargs)
+
+    def of(self, value: Any, *, also_numbers: bool = False) -> Any:
+        """Return a value in which an accelerator's name, or its number, is the device of all ranks."""
+        if isinstance(value, torch.device):
+            return self._device if value.type in _TYPES else value
+        if isinstance(value, str):
+            return self._device if value.partition(":")[0] in _TYPES else value
+        is_number = also_numbers and isinstance(value, int) and not isinstance(value, bool)
+        return self._device if is_number else value
+
+
+class _NoStream:
+    """Stream or event that does nothing: on the CPU all is done where it is called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def elapsed_time(self, _: object) -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def answered_for_ranks(
+    folder: str, ranks: int, rank: Callable[[], int], mode: OneDevice, device: Any
+) -> Iterator[None]:
+    """Answer the code under a folder within a ``with`` as if each rank had an accelerator of its own.
+
+    Relies on ``torch.accelerator:current_device_index``, ``torch.nn.parallel:DistributedDataParallel.__init__``.
+    Without it: a script that names what a version lacks fails as it would there.
+
+    Args:
+        folder: the script's.
+        ranks: their number, which is that of the devices.
+        rank: returns the rank of this thread.
+        mode: of the ranks' threads.
+        device: of all ranks.
+    """
+    answers: dict[str, Callable[..., Any]] = {
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+        "device_count": lambda: ranks,
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), lambda: rank()),
+        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device_index"), _nothing),
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "is_bf16_supported": lambda *_, **__: True,
+        "get_device_name": lambda *_, **__: "a simulated device",
+    }
+    if device.type == "cpu":
+        answers |= dict.fromkeys(("synchronize", "empty_cache", "init", "ipc_collect"), _nothing)
+        answers |= dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _nothing)
+        answers |= dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing)
+        memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        answers |= dict.fromkeys(memory, lambda *_, **__: 0)
+        answers |= dict.fromkeys(("stream", "current_stream", "default_stream"), _NoStream)
+        answers |= dict.fromkeys(("Stream", "Event", "device"), _NoStream)
+    changes: list[tuple[Any, str, Any]] = [
+        (module, name, answer if answer is _NoStream else _for_script(getattr(module, name), answer, folder))
+        for module in (torch.cuda, torch.accelerator)
+        for name, answer in answers.items()
+        if hasattr(module, name)
+    ]
+    made, load, mesh = nn.parallel.DistributedDataParallel.__init__, torch.load, device_mesh.init_device_mesh
+
+    def make_ddp(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
+    ) -> None:
+        made(self, module, None, None, *args, **kw)
+
+    def load_here(*args: Any, **kwargs: Any) -> Any:
+        if "map_location" in kwargs:
+            kwargs["map_location"] = _mapped(kwargs["map_location"], mode)
+        return load(args[0], _mapped(args[1], mode), *args[2:], **kwargs) if len(args) > 1 else load(*args, **kwargs)
+
+    def make_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return mesh(mode.of(device_type) if device_type == "cpu" else device.type, *args, **kwargs)
+
+    join = dist.init_process_group
+
+    def join_without_device(*args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        join(*args, **kwargs)
+
+    changes += [(dist, "init_process_group", join_without_device)]
+    changes += [(torch.multiprocessing, "spawn", _refuse_spawn)]
+    changes += [(nn.parallel.DistributedDataParallel, "__init__", make_ddp), (torch, "load", load_here)]
+    changes += [(dist, "init_device_mesh", make_mesh), (device_mesh, "init_device_mesh", make_mesh)]
+    default = torch.set_default_device
+    changes.append((torch, "set_default_device", lambda device: default(mode.of(device, also_numbers=True))))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, change in changes:
+        setattr(owner, name, change)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _refuse_spawn(*_: Any, **__: Any) -> NoReturn:
+    raise LaunchError(
+        "a simulated rank cannot start ranks by torch.multiprocessing.spawn. Call the function that it starts from the "
+        "script, as torchrun's ranks do, or simulate that function by distwrap.testing.simulate(fn, nprocs)."
+    )
+
+
+def _mapped(location: Any, mode: OneDevice) -> Any:
+    if isinstance(location, dict):
+        return lambda storage, _: storage  # all devices are one
+    return mode.of(location, also_numbers=True)
+
+
+def _for_script(real: Any, answer: Callable[..., Any], folder: str) -> Callable[..., Any]:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        by_script = sys._getframe(1).f_code.co_filename.startswith(folder)
+        return answer(*args, **kwargs) if by_script else real(*args, **kwargs)
+
+    return asked

@@ -1,0 +1,29 @@
+"""``distwrap simulate``: a script on ranks that are threads of one process, which take turns."""
+
+import argparse
+from typing import Any
+
+from distwrap.checks import AT_LEAST_ONE
+
+
+def add_arguments(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "simulate",
+        description="Run a script as torchrun would, but on ranks that are threads of this process, of which one runs "
+        "at a time: a breakpoint() stops all, a deadlock is an error at once, and one run is one order. No device is "
+        "needed: a script that names GPUs runs on what is there.",
+    )
+    parser.add_argument("-n", "--nprocs", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument("--schedule", type=int, metavar="SEED", help="draw another order of the ranks' turns")
+    parser.add_argument("script", help="a Python file, with distwrap or with nothing but torch.distributed")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the script, and return 1 if a rank has failed, or none can go on."""
+    from distwrap.testing.simulation.script import run_script
+
+    words = given.arguments[1:] if given.arguments[:1] == ["--"] else given.arguments
+    return run_script(given.script, AT_LEAST_ONE("-n", given.nprocs), words, schedule=given.schedule)

@@ -1,0 +1,67 @@
+"""What the rooms ask where this thread is one of a simulated rank, which shares its process with the other ranks.
+
+`distwrap.testing.simulate` sets the simulation for as long as it runs; nothing of it is imported before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class Thread(Protocol):
+    """Thread of ours in a rank; `threading.Thread` is one."""
+
+    def start(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def is_alive(self) -> bool: ...
+
+
+class Condition(AbstractContextManager[Any], Protocol):
+    """Condition for which threads of a rank wait; `threading.Condition` is one."""
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+    def notify_all(self) -> None: ...
+
+
+class Simulation(Protocol):
+    """Simulation that runs in this process.
+
+    Attributes:
+        device: of all ranks.
+    """
+
+    device: Any
+
+    def is_rank(self) -> bool:
+        """Return whether this thread is one of a simulated rank."""
+
+    def meet(self, placement: Any) -> Any:
+        """Return the store of the ranks, in which this rank is registered."""
+
+    def channel(self, *args: Any) -> Any:
+        """Return a side channel, given what `Channel` takes."""
+
+    def thread(self, run: Callable[[], object]) -> Thread:
+        """Return a thread of this rank."""
+
+    def condition(self) -> Condition:
+        """Return a condition for threads of this rank."""
+
+    def whereabouts(self) -> str:
+        """Return in words where each rank is, a line for each."""
+
+    def pass_step(self) -> None:
+        """Let as much time pass as a step takes, in which threads of this rank may go on."""
+
+
+running: Simulation | None = None
+
+
+def simulation() -> Simulation | None:
+    """Return the simulation of which this thread is a rank's; ``None`` in any other thread."""
+    return running if running is not None and running.is_rank() else None

@@ -1,0 +1,120 @@
+"""``launcher="simulate"``: the ranks of a call as threads of this process, which take turns."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Literal
+
+from distwrap.devices.selection import visible_devices
+from distwrap.environments import distwrap_environment
+from distwrap.errors import OptionError, WorkerDiedError
+from distwrap.group import failures, setup
+from distwrap.launch import transport, worker
+from distwrap.launch.base import Job, Launcher
+from distwrap.launch.callers_models import given_models, say_what_stays
+from distwrap.launch.outcome import Outcome, failure, success
+from distwrap.launch.task import Assignment
+from distwrap.options import QUIET, switched_on
+from distwrap.strategies.base import Strategy
+from distwrap.testing.simulation.faults import Fail, watched
+from distwrap.testing.simulation.process_state import ProcessState
+from distwrap.testing.simulation.scheduler import Cancelled
+from distwrap.testing.simulation.simulation import Simulation
+from distwrap.wording import print_notice
+
+
+class SimulateLauncher(Launcher):
+    """Threads of this process, of which exactly one runs, and which take turns where they wait for each other.
+
+    Args:
+        schedule: a number that draws the order of the turns; ``None`` for the order in which ranks became ready.
+        fail: what fails at which rank and event; see `distwrap.testing.simulate`.
+    """
+
+    name = "simulate"
+    runs_one_rank = True
+
+    def __init__(self, schedule: int | None = None, fail: Fail | None = None) -> None:
+        self.schedule, self.fail = schedule, fail
+
+    def count(self, nprocs: int | Literal["auto"]) -> int:
+        return max(1, visible_devices().count) if nprocs == "auto" else nprocs
+
+    def check(self, job: Job) -> None:
+        strategy = job.task.options.strategy
+        if isinstance(strategy, Strategy) and type(strategy).join is not Strategy.join:
+            raise OptionError(
+                f"strategy={strategy!r} meets in a way of its own, which cannot be simulated: choose another launcher."
+            )
+
+    def run(self, job: Job, plan: Assignment) -> list[Outcome]:
+        simulation, folder = Simulation(job.nprocs, self.schedule), _folder_of_script()
+        places = [distwrap_environment.on_one_node(rank, job.nprocs) for rank in range(job.nprocs)]
+        outcomes: list[Outcome] = []
+        states = []
+        for place in places:
+            variables = distwrap_environment.variables(place, self.name, "simulated")
+            states.append(ProcessState({**os.environ, **variables}, folder=folder, modules=_own_main(folder)))
+        bodies = [_rank(simulation, replace(plan, placement=place), outcomes) for place in places]
+        if not switched_on(os.environ, QUIET):
+            shared = "" if folder else ", and share all modules"
+            print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
+        with watched(simulation.scheduler, self.fail):
+            simulation.run(bodies, states, first_here=self.fail is None)
+        died = [task.rank for task in simulation.scheduler.main_tasks if task.rank.is_dead]
+        if died and not any(outcome.failed for outcome in outcomes):
+            number = died[0].number
+            raise WorkerDiedError(f"rank {number} was killed at its event {died[0].events}.", rank=number)
+        if simulation.scheduler.failure is not None and not any(outcome.failed for outcome in outcomes):
+            raise simulation.scheduler.failure
+        return outcomes
+
+
+def _rank(simulation: Simulation, assignment: Assignment, outcomes: list[Outcome]) -> Callable[[], None]:
+    rank = assignment.placement.rank
+
+    def body() -> None:
+        try:
+            assert assignment.payload is not None
+            task = transport.unpack(assignment.payload)
+            given = given_models(task)
+            value, trained = worker.take_part(assignment, task, lambda report: None)
+            say_what_stays(task, given, value)
+            packed = worker.packed(assignment, task, value, trained)
+            setup.teardown_process_group()
+            outcomes.append(success(rank, packed))
+        except Cancelled:
+            raise
+        except BaseException as error:  # noqa: BLE001 - told to the caller, as by any rank
+            outcomes.append(failure(rank, failures.explained(error)))
+            simulation.scheduler.fail(error)
+            with suppress(Cancelled):
+                setup.abandon_process_group()
+
+    return body
+
+
+def _folder_of_script() -> str:
+    """Return the folder of the script that runs; empty in a notebook and under pytest, where modules are shared."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    is_script = file is not None and os.path.isfile(file) and "pytest" not in sys.modules
+    return os.path.dirname(os.path.abspath(str(file))) + os.sep if is_script else ""
+
+
+def _own_main(folder: str) -> dict[str, ModuleType]:
+    if not folder:
+        return {}
+    main = ModuleType("__main__")
+    main.__dict__.update(vars(sys.modules["__main__"]))
+    return {"__main__": main}
+
+
+def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
+    """Return what the ranks have returned, in the order of the ranks."""
+    ordered = sorted(outcomes, key=lambda outcome: outcome.rank)
+    return [transport.unpack_result(outcome.value)[0] for outcome in ordered if outcome.value is not None]

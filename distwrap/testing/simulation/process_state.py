@@ -1,0 +1,112 @@
+"""What a process has of its own, and threads of one process share: put away while another rank has its turn."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from distwrap._internals.torch_simulation import GroupsOfRank, groups_of_process, hook_tables, set_groups_of_process
+from distwrap.group import world
+from distwrap.network import rendezvous
+from distwrap.seeding import RandomState
+
+# Module, and the name of what each rank has of it.
+_NAMES: tuple[tuple[ModuleType, str], ...] = (
+    (sys, "stdout"),
+    (sys, "stderr"),
+    (sys, "excepthook"),
+    (sys, "argv"),
+    (world, "_current"),
+    (world, "_ambient"),
+    (rendezvous, "_generation"),
+    *hook_tables(),
+)
+
+
+@dataclass
+class ProcessState:
+    """State of a simulated rank's process, kept here while another rank has its turn.
+
+    Attributes:
+        environ: its variables.
+        random: state of its generators, and the seed of its next runs.
+        groups: torch's process groups.
+        values: of `_NAMES`.
+        dtype: torch's default.
+        folder: the modules under it are the rank's own; empty where all ranks share all modules.
+        modules: those modules.
+        shared: number of the other modules when this rank last had its turn.
+    """
+
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    random: RandomState = field(default_factory=RandomState.capture)
+    groups: Any = field(default_factory=GroupsOfRank)
+    values: list[Any] = field(default_factory=lambda: [_copied(getattr(*each)) for each in _NAMES])
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    folder: str = ""
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+    shared: int = 0
+
+    @classmethod
+    def capture(cls, folder: str = "") -> ProcessState:
+        """Return the state of this process."""
+        found = cls(folder=folder)
+        found.leave()
+        return found
+
+    def _set_modules_aside(self) -> None:
+        """Take this rank's own modules out of the process's: those that are known, and those that it has imported."""
+        new = len(sys.modules) - self.shared - len(self.modules)
+        for name in reversed(list(sys.modules)) if new else ():
+            module = sys.modules[name]
+            if _is_own(name, module, self.folder):
+                self.modules[name] = module
+        self.modules = {name: sys.modules.pop(name) for name in self.modules if name in sys.modules}
+        self.shared = len(sys.modules)
+
+    def set(self, name: str, value: Any) -> None:
+        """Set an attribute of `sys` for this rank."""
+        self.values[_NAMES.index((sys, name))] = value
+
+    def enter(self) -> None:
+        """Make this the state of the process."""
+        if os.environ != self.environ:
+            for name in os.environ.keys() - self.environ.keys():
+                del os.environ[name]
+            for name, value in self.environ.items():
+                if os.environ.get(name) != value:
+                    os.environ[name] = value
+        set_groups_of_process(self.groups)
+        self.random.restore()
+        if torch.get_default_dtype() != self.dtype:
+            torch.set_default_dtype(self.dtype)
+        for (module, name), value in zip(_NAMES, self.values, strict=True):
+            setattr(module, name, value)
+        if self.folder:
+            sys.modules.update(self.modules)
+
+    def leave(self) -> None:
+        """Keep what is now the state of the process."""
+        self.environ = dict(os.environ)
+        self.groups = groups_of_process()
+        self.random = RandomState.capture()
+        self.dtype = torch.get_default_dtype()
+        self.values = [getattr(*each) for each in _NAMES]
+        if self.folder:
+            self._set_modules_aside()
+
+
+def _copied(value: Any) -> Any:
+    return type(value)(value) if isinstance(value, (dict, list)) else value
+
+
+def _is_own(name: str, module: ModuleType, folder: str) -> bool:
+    if name == "__main__":
+        return True
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    return file.startswith(folder) and f"{os.sep}site-packages{os.sep}" not in file

@@ -1,0 +1,401 @@
+"""Threads of which exactly one runs: each belongs to a simulated rank, and gives up its turn only where it waits.
+
+One run is one order: the next thread is the one that has been ready longest, or one that a seed draws. Time is
+simulated too: where all wait, the clock jumps to the first of them that waits for a moment. Where none does, no rank
+can go on, and that is an error at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from distwrap.errors import DeadlockError
+from distwrap.group.setup import ARRIVAL_SECONDS
+from distwrap.supervision import stacks
+from distwrap.testing.simulation.process_state import ProcessState
+
+_ROUNDS = 3  # in which threads beside the ranks' main threads may still wake one of these
+_POLLS = 1000  # wake-ups by the clock, after which ranks that only look again and again count as stuck
+_TICK = 1e-6  # seconds by which a look at the clock moves it, so that a loop that waits for a moment ends
+_INTERRUPT_SECONDS = 5.0  # for the thread whose turn it is to come to a wait after Ctrl-C
+_REFUSALS = 100  # errors that a thread which is to end may swallow
+
+
+class Cancelled(BaseException):
+    """Raised in a rank where it waits, once the run has failed elsewhere."""
+
+
+@dataclass(eq=False)
+class Signal:
+    """What threads wait for, with the threads that do."""
+
+    waiting: list[Task] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Task:
+    """Thread of a simulated rank.
+
+    Attributes:
+        rank: the rank.
+        body: what it runs.
+        is_main: whether it is the rank's main thread; the others belong to distwrap.
+        thread: Python's thread, once it runs.
+        turn: a lock that is free while the thread may go on.
+        waits_for: in words, while it waits; empty while it is ready.
+        signal: what it waits for.
+        turns: how often it has gone on, to tell an old moment of the clock from the one for which it waits now.
+        timed_out: whether the clock has ended the wait.
+        has_ended: whether its body has returned or raised.
+        ended: told when it has.
+        refusals: how often it was told that it is to end.
+    """
+
+    rank: Rank
+    body: Callable[[], object]
+    is_main: bool
+    thread: threading.Thread | None = None
+    turn: Any = field(default_factory=threading.Lock)
+    waits_for: str = ""
+    signal: Signal | None = None
+    turns: int = 0
+    timed_out: bool = False
+    has_ended: bool = False
+    ended: Signal = field(default_factory=Signal)
+    refusals: int = 0
+
+    def __post_init__(self) -> None:
+        self.turn.acquire()
+
+
+@dataclass(eq=False)
+class Rank:
+    """Simulated rank.
+
+    Attributes:
+        number: the rank.
+        state: what a process has of its own, while another rank has its turn.
+        events: the number of collectives, messages, and operations on stores and files that it has begun.
+        is_dead: whether it was killed; none of its threads goes on.
+    """
+
+    number: int
+    state: ProcessState
+    events: int = 0
+    is_dead: bool = False
+
+
+class Scheduler:
+    """Scheduler of the threads of one simulation.
+
+    Args:
+        seed: draws the order; ``None`` for the order in which threads became ready.
+        patience: simulated seconds in which ranks may look again and again for something that does not come.
+
+    Attributes:
+        failure: why the run ends; ``None`` while it goes on.
+        fails: called before each event of a rank; see `simulate`.
+        switches: how often another thread went on.
+    """
+
+    def __init__(self, seed: int | None = None, patience: float = 5 * ARRIVAL_SECONDS) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self._patience = patience
+        self._ready: list[Task] = []
+        self._first = 0  # of the ready ones, where no seed draws
+        self._moments: list[tuple[float, int, int, Task]] = []
+        self._numbers = itertools.count()
+        self._tasks: dict[int, Task] = {}
+        self._all: list[Task] = []
+        self._now = 0.0
+        self._polls, self._rounds, self._woken_at = 0, 0, 0.0
+        self._is_over = threading.Event()
+        self._active: Rank | None = None
+        self._ends = False  # each thread is told, where it waits, that it is to end
+        self.failure: BaseException | None = None
+        self.fails: Callable[[Rank, str], None] = lambda rank, what: None
+        self.switches = 0
+
+    # The threads
+
+    def add(self, rank: Rank, body: Callable[[], object], *, is_main: bool) -> Task:
+        """Let a function run in a thread of a rank."""
+        task = Task(rank, body, is_main)
+        self._all.append(task)
+        self._ready.append(task)
+        return task
+
+    def current(self) -> Task | None:
+        """Return the task of this thread; ``None`` in a thread of which the simulation knows nothing."""
+        return self._tasks.get(threading.get_ident())
+
+    def run(self, *, first_here: bool) -> None:
+        """Run all threads until the last has ended, or none can go on.
+
+        Args:
+            first_here: whether the first thread is this one, which gets signals.
+        """
+        first = self._all[0]
+        if first_here:
+            self._ready.remove(first)
+            first.thread = threading.current_thread()
+            self._hand_over(first)
+            self._run(first)
+        elif (task := self._next()) is not None:
+            self._hand_over(task)
+        self._wait_for_all()
+        if self._active is not None:
+            self._active.state.leave()
+        for task in self._all:
+            if task.thread not in (None, threading.current_thread()) and not task.rank.is_dead and task.has_ended:
+                assert task.thread is not None
+                task.thread.join()
+
+    def _wait_for_all(self) -> None:
+        try:
+            self._is_over.wait()
+        except BaseException as error:
+            self.fail(error)
+            if not self._is_over.wait(_INTERRUPT_SECONDS):
+                raise
+
+    def _run(self, task: Task) -> None:
+        ident = threading.get_ident()
+        self._tasks[ident] = task
+        self._await_turn(task)
+        try:
+            if not self._ends:
+                task.body()
+        except Cancelled:
+            pass
+        finally:
+            task.has_ended = True
+            self.notify(task.ended)
+            del self._tasks[ident]
+            self._pass_on(task)
+
+    def _hand_over(self, task: Task) -> None:
+        """Let a thread go on, which is this one's last act until its own turn."""
+        self.switches += 1
+        if self._active is not task.rank:
+            if self._active is not None:
+                self._active.state.leave()
+            self._active = task.rank
+            task.rank.state.enter()
+        if task.thread is None:
+            task.thread = threading.Thread(target=self._run, args=(task,), name=f"rank {task.rank.number}", daemon=True)
+            task.thread.start()
+        task.turn.release()
+
+    def _pass_on(self, task: Task) -> None:
+        following = self._next()
+        if following is None:
+            self._is_over.set()
+        elif following is task:
+            task.turn.release()
+        else:
+            self._hand_over(following)
+
+    def _await_turn(self, task: Task) -> None:
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                if task.turn.acquire(timeout=-1 if interrupt is None else _INTERRUPT_SECONDS):
+                    return
+            except BaseException as error:  # noqa: BLE001 - of a signal's handler, while another thread has its turn
+                interrupt = error
+                self.fail(error)
+            else:
+                assert interrupt is not None
+                raise interrupt  # the other thread waits for something of which the simulation knows nothing
+
+    def _next(self) -> Task | None:
+        """Return the thread whose turn it is; ``None`` if all have ended."""
+        while True:
+            while self._first < len(self._ready):
+                if self._random is not None:
+                    drawn = self._random.randrange(self._first, len(self._ready))
+                    self._ready[drawn], self._ready[self._first] = self._ready[self._first], self._ready[drawn]
+                task = self._ready[self._first]
+                self._first += 1
+                if self._first > 64:
+                    del self._ready[: self._first]
+                    self._first = 0
+                if not task.rank.is_dead and not task.has_ended:
+                    return task
+            if not self._pass_time() and not self._end_stuck():
+                return None
+
+    def _pass_time(self) -> bool:
+        """Move the clock to the next moment for which a thread waits; return whether one does, or may be helped."""
+        if self._may_be_stuck():
+            return False
+        while self._moments:
+            moment, _, turns, task = heapq.heappop(self._moments)
+            if task.turns != turns or not task.waits_for or task.rank.is_dead or task.has_ended:
+                continue
+            self._now = max(self._now, moment)
+            self._polls += 1
+            task.timed_out = True
+            self._make_ready(task)
+            return True
+        return False
+
+    def _may_be_stuck(self) -> bool:
+        """Return whether the main threads wait for what only another rank can do, or look for it for too long."""
+        live = [task for task in self._all if not task.has_ended and not task.rank.is_dead]
+        timed = {id(task) for _, _, turns, task in self._moments if task.turns == turns}
+        if any(task.is_main and id(task) in timed for task in live):
+            return self._polls > _POLLS and self._now - self._woken_at > self._patience
+        self._rounds += 1
+        return self._rounds > _ROUNDS * sum(not task.is_main for task in live)
+
+    def _end_stuck(self) -> bool:
+        """Let all that have not ended go on, to learn that the run has failed; return whether there are any."""
+        left = [task for task in self._all if not task.has_ended and not task.rank.is_dead]
+        if any(task.is_main for task in left) and self.failure is None:
+            self.failure = self.stuck()
+        if any(task.rank.is_dead for task in self._all):
+            return False  # as where a job is killed: no handler of the user's runs
+        self._ends = True  # also threads beside the ranks, which nobody has ended
+        for task in left:
+            self._make_ready(task)
+        return bool(left)
+
+    def _make_ready(self, task: Task) -> None:
+        if task.signal is not None:
+            task.signal.waiting = [each for each in task.signal.waiting if each is not task]
+        task.signal, task.waits_for = None, ""
+        self._ready.append(task)
+
+    # What a thread may do in its turn
+
+    def wait(self, signal: Signal, words: str, seconds: float | None = None) -> bool:
+        """Give up this thread's turn until a signal is told, or some time has passed.
+
+        Args:
+            signal: what it waits for.
+            words: the same in words.
+            seconds: of the simulated clock; ``None`` for no limit.
+
+        Returns:
+            Whether the signal was told.
+
+        Raises:
+            Cancelled: the run has failed elsewhere.
+            DeadlockError: no rank can go on.
+        """
+        task = self._task()
+        self._refuse_after_failure(task)
+        task.signal, task.waits_for, task.timed_out = signal, words, False
+        signal.waiting.append(task)
+        task.turns += 1
+        if seconds is not None:
+            heapq.heappush(self._moments, (self._now + max(seconds, 0.0), next(self._numbers), task.turns, task))
+        self._pass_on(task)
+        self._await_turn(task)
+        self._refuse_after_failure(task)
+        return not task.timed_out
+
+    def notify(self, signal: Signal) -> None:
+        """Make ready whoever waits for a signal."""
+        for task in list(signal.waiting):
+            if task.is_main:
+                self._polls, self._rounds, self._woken_at = 0, 0, self._now
+            self._make_ready(task)
+
+    def event(self, what: str) -> Rank:
+        """Note that this thread's rank begins a collective, a message, or an operation on a store or a file.
+
+        Under a seed, another thread may be drawn to go on first.
+
+        Raises:
+            Cancelled: the run has failed elsewhere.
+        """
+        task = self._task()
+        self._refuse_after_failure(task)
+        task.rank.events += 1
+        self.fails(task.rank, what)
+        if self._random is not None and self._random.random() < 0.5:
+            self._ready.append(task)
+            self._pass_on(task)
+            self._await_turn(task)
+            self._refuse_after_failure(task)
+        return task.rank
+
+    def sleep(self, seconds: float) -> None:
+        """Let simulated seconds pass."""
+        self.wait(Signal(), f"a sleep of {seconds:g} s", seconds)
+
+    def monotonic(self) -> float:
+        """Return the simulated seconds since the beginning."""
+        self._now += _TICK
+        return self._now
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with an error: every other thread ends where it waits."""
+        if self.failure is None:
+            self.failure, self._ends = error, True
+        for task in self._all:
+            if task.waits_for and not task.has_ended:
+                self._make_ready(task)
+
+    def kill(self, rank: Rank) -> None:
+        """Let no thread of a rank ever go on: no handler of its runs, as where its process is killed."""
+        task = self._task()
+        rank.is_dead = True
+        if task.rank is rank:
+            self._pass_on(task)
+            while True:
+                task.turn.acquire()
+
+    def _task(self) -> Task:
+        task = self.current()
+        if task is None:
+            raise RuntimeError(
+                f"the thread {threading.current_thread().name!r} is none of a simulated rank: threads of your own, and "
+                "workers of loaders, cannot take part in collectives of simulated ranks."
+            )
+        return task
+
+    def _refuse_after_failure(self, task: Task) -> None:
+        if not self._ends:
+            return
+        task.refusals += 1
+        if task.refusals > _REFUSALS:
+            self.kill(task.rank)
+        raise Cancelled
+
+    # Words
+
+    def stuck(self) -> BaseException:
+        """Return the error of a run in which no rank can go on: for what each waits, and where."""
+        return DeadlockError(
+            f"no rank can go on:\n{self.whereabouts()}\nEvery rank must call the same collectives in the same order: "
+            "look for a branch, a break, a return or a loop that differs between ranks."
+        )
+
+    def whereabouts(self) -> str:
+        """Return in words where each rank is, a line for each."""
+        return "\n".join(self._where(task) for task in sorted(self.main_tasks, key=lambda task: task.rank.number))
+
+    def _where(self, task: Task) -> str:
+        name = f"rank {task.rank.number}"
+        if task.rank.is_dead:
+            return f"{name} was killed"
+        if task.has_ended:
+            return f"{name} has returned"
+        where = stacks.locate(stacks.of_thread(task.thread.ident))[1] if task.thread and task.thread.ident else ""
+        at = f" at {where}" if where else ""
+        return f"{name} waits for {task.waits_for}{at}" if task.waits_for else f"{name} is{at or ' ready'}"
+
+    @property
+    def main_tasks(self) -> Iterator[Task]:
+        """The ranks' main threads, in the order of the ranks."""
+        return (task for task in self._all if task.is_main)
