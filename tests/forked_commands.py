@@ -61,10 +61,12 @@ def main(words: list[str]) -> NoReturn:
     asked = json.loads(os.environ[ASKED])
     command = [asked["python"], *words]
     if not can_be_forked(command, os.environ, asked["read_at_start"]):
-        importlib.import_module("tests.started")  # an interpreter that is counted
-        os.execv(command[0], command)
+        _be_python(command)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect("\0" + asked["name"])
+        try:
+            connection.connect("\0" + asked["name"])
+        except ConnectionRefusedError:  # in a network namespace of its own, in which a fork would not be
+            _be_python(command)
         leads = os.getsid(0) == os.getpid()
         if leads:  # it may be a rank, or a server, which ends with its caller
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -80,6 +82,11 @@ def main(words: list[str]) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _be_python(command: list[str]) -> NoReturn:
+    importlib.import_module("tests.started")  # an interpreter that is counted
+    os.execv(command[0], command)
 
 
 def _is_open(fd: int) -> bool:
