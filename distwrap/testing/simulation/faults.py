@@ -69,13 +69,6 @@ def _at_file(event: str, args: tuple[Any, ...]) -> None:
     if not _watching or (event != "open" and event not in _FILES):
         return
     scheduler = _watching[-1]
-    if scheduler.current() is None:
-        return
-    if event != "open":
-        scheduler.event(
-            f"{_FILES[event]}({os.fspath(args[0])!r})" if isinstance(args[0], (str, os.PathLike)) else event
-        )
-        return
-    path, _, flags = args
-    if isinstance(path, (str, os.PathLike)) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-        scheduler.event(f"open({os.fspath(path)!r})")
+    reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if scheduler.current() is not None and isinstance(args[0], (str, bytes, os.PathLike)) and not reads:
+        scheduler.event(f"{_FILES.get(event, event)}({os.fsdecode(args[0])!r})")

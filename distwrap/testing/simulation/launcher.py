@@ -59,7 +59,7 @@ class SimulateLauncher(Launcher):
         states = []
         for place in places:
             variables = distwrap_environment.variables(place, self.name, "simulated")
-            states.append(ProcessState({**os.environ, **variables}, folder=folder, modules=_own_main(folder)))
+            states.append(ProcessState(variables, folder=folder, modules=_own_main(folder)))
         bodies = [_rank(simulation, replace(plan, placement=place), outcomes) for place in places]
         if not switched_on(os.environ, QUIET):
             shared = "" if folder else ", and share all modules"

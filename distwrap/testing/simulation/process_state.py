@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
-from types import ModuleType
+import warnings
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ _NAMES: tuple[tuple[ModuleType, str], ...] = (
     (sys, "stderr"),
     (sys, "excepthook"),
     (sys, "argv"),
+    (warnings, "filters"),
+    (warnings, "showwarning"),
     (world, "_current"),
     (world, "_ambient"),
     (rendezvous, "_generation"),
@@ -28,11 +32,15 @@ _NAMES: tuple[tuple[ModuleType, str], ...] = (
 )
 
 
+_ENVIRON: Any = os.environb if os.supports_bytes_environ else os.environ  # bytes need no decoding at each turn
+
+
 @dataclass
 class ProcessState:
     """State of a simulated rank's process, kept here while another rank has its turn.
 
     Attributes:
+        variables: what it has in place of this process's variables, at the start.
         environ: its variables.
         random: state of its generators, and the seed of its next runs.
         groups: torch's process groups.
@@ -43,7 +51,8 @@ class ProcessState:
         shared: number of the other modules when this rank last had its turn.
     """
 
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    variables: InitVar[Mapping[str, str]] = MappingProxyType({})
+    environ: dict[Any, Any] = field(default_factory=lambda: dict(_ENVIRON))
     random: RandomState = field(default_factory=RandomState.capture)
     groups: Any = field(default_factory=GroupsOfRank)
     values: list[Any] = field(default_factory=lambda: [_copied(getattr(*each)) for each in _NAMES])
@@ -51,6 +60,10 @@ class ProcessState:
     folder: str = ""
     modules: dict[str, ModuleType] = field(default_factory=dict)
     shared: int = 0
+
+    def __post_init__(self, variables: Mapping[str, str]) -> None:
+        code = os.fsencode if os.supports_bytes_environ else str
+        self.environ |= {code(name): code(value) for name, value in variables.items()}
 
     @classmethod
     def capture(cls, folder: str = "") -> ProcessState:
@@ -75,12 +88,11 @@ class ProcessState:
 
     def enter(self) -> None:
         """Make this the state of the process."""
-        if os.environ != self.environ:
-            for name in os.environ.keys() - self.environ.keys():
-                del os.environ[name]
-            for name, value in self.environ.items():
-                if os.environ.get(name) != value:
-                    os.environ[name] = value
+        now = dict(_ENVIRON)
+        for name in now.keys() - self.environ.keys():
+            del _ENVIRON[name]
+        for name, value in self.environ.items() - now.items():
+            _ENVIRON[name] = value
         set_groups_of_process(self.groups)
         self.random.restore()
         if torch.get_default_dtype() != self.dtype:
@@ -92,7 +104,7 @@ class ProcessState:
 
     def leave(self) -> None:
         """Keep what is now the state of the process."""
-        self.environ = dict(os.environ)
+        self.environ = dict(_ENVIRON)
         self.groups = groups_of_process()
         self.random = RandomState.capture()
         self.dtype = torch.get_default_dtype()

@@ -82,7 +82,7 @@ class Rank:
         number: the rank.
         state: what a process has of its own, while another rank has its turn.
         events: the number of collectives, messages, and operations on stores and files that it has begun.
-        is_dead: whether it was killed; none of its threads goes on.
+        is_dead: whether it was killed.
     """
 
     number: int
@@ -99,6 +99,7 @@ class Scheduler:
         patience: simulated seconds in which ranks may look again and again for something that does not come.
 
     Attributes:
+        is_unwinding: whether all threads end after one was killed, and their handlers may have no effect any more.
         failure: why the run ends; ``None`` while it goes on.
         fails: called before each event of a rank; see `simulate`.
         switches: how often another thread went on.
@@ -117,7 +118,9 @@ class Scheduler:
         self._polls, self._rounds, self._woken_at = 0, 0, 0.0
         self._is_over = threading.Event()
         self._active: Rank | None = None
+        self._interrupt: BaseException | None = None  # of a signal's handler
         self._ends = False  # each thread is told, where it waits, that it is to end
+        self.is_unwinding = False
         self.failure: BaseException | None = None
         self.fails: Callable[[Rank, str], None] = lambda rank, what: None
         self.switches = 0
@@ -153,7 +156,7 @@ class Scheduler:
         if self._active is not None:
             self._active.state.leave()
         for task in self._all:
-            if task.thread not in (None, threading.current_thread()) and not task.rank.is_dead and task.has_ended:
+            if task.thread not in (None, threading.current_thread()) and task.has_ended:
                 assert task.thread is not None
                 task.thread.join()
 
@@ -161,7 +164,7 @@ class Scheduler:
         try:
             self._is_over.wait()
         except BaseException as error:
-            self.fail(error)
+            self._interrupt = error
             if not self._is_over.wait(_INTERRUPT_SECONDS):
                 raise
 
@@ -209,8 +212,7 @@ class Scheduler:
                 if task.turn.acquire(timeout=-1 if interrupt is None else _INTERRUPT_SECONDS):
                     return
             except BaseException as error:  # noqa: BLE001 - of a signal's handler, while another thread has its turn
-                interrupt = error
-                self.fail(error)
+                interrupt = self._interrupt = error
             else:
                 assert interrupt is not None
                 raise interrupt  # the other thread waits for something of which the simulation knows nothing
@@ -227,7 +229,7 @@ class Scheduler:
                 if self._first > 64:
                     del self._ready[: self._first]
                     self._first = 0
-                if not task.rank.is_dead and not task.has_ended:
+                if self._may_go_on(task):
                     return task
             if not self._pass_time() and not self._end_stuck():
                 return None
@@ -238,7 +240,7 @@ class Scheduler:
             return False
         while self._moments:
             moment, _, turns, task = heapq.heappop(self._moments)
-            if task.turns != turns or not task.waits_for or task.rank.is_dead or task.has_ended:
+            if task.turns != turns or not task.waits_for or not self._may_go_on(task):
                 continue
             self._now = max(self._now, moment)
             self._polls += 1
@@ -249,7 +251,7 @@ class Scheduler:
 
     def _may_be_stuck(self) -> bool:
         """Return whether the main threads wait for what only another rank can do, or look for it for too long."""
-        live = [task for task in self._all if not task.has_ended and not task.rank.is_dead]
+        live = list(filter(self._may_go_on, self._all))
         timed = {id(task) for _, _, turns, task in self._moments if task.turns == turns}
         if any(task.is_main and id(task) in timed for task in live):
             return self._polls > _POLLS and self._now - self._woken_at > self._patience
@@ -258,15 +260,20 @@ class Scheduler:
 
     def _end_stuck(self) -> bool:
         """Let all that have not ended go on, to learn that the run has failed; return whether there are any."""
-        left = [task for task in self._all if not task.has_ended and not task.rank.is_dead]
-        if any(task.is_main for task in left) and self.failure is None:
+        if self.failure is None and any(task.is_main and self._may_go_on(task) for task in self._all):
             self.failure = self.stuck()
-        if any(task.rank.is_dead for task in self._all):
-            return False  # as where a job is killed: no handler of the user's runs
+        self.is_unwinding = any(task.rank.is_dead for task in self._all)
         self._ends = True  # also threads beside the ranks, which nobody has ended
+        left = list(filter(self._may_go_on, self._all))
         for task in left:
             self._make_ready(task)
         return bool(left)
+
+    def _may_go_on(self, task: Task) -> bool:
+        if self._ends and task.thread is None:  # it has not begun
+            task.has_ended = True
+        is_dead = task.rank.is_dead and not self.is_unwinding
+        return not (task.has_ended or is_dead or task.refusals > _REFUSALS)
 
     def _make_ready(self, task: Task) -> None:
         if task.signal is not None:
@@ -347,13 +354,13 @@ class Scheduler:
                 self._make_ready(task)
 
     def kill(self, rank: Rank) -> None:
-        """Let no thread of a rank ever go on: no handler of its runs, as where its process is killed."""
+        """Let no thread of a rank go on, as where its process is killed; its handlers have no effect at the end."""
         task = self._task()
         rank.is_dead = True
         if task.rank is rank:
             self._pass_on(task)
-            while True:
-                task.turn.acquire()
+            self._await_turn(task)  # when no other can go on any more
+            raise Cancelled
 
     def _task(self) -> Task:
         task = self.current()
@@ -365,11 +372,14 @@ class Scheduler:
         return task
 
     def _refuse_after_failure(self, task: Task) -> None:
+        if self._interrupt is not None:
+            self.fail(self._interrupt)
         if not self._ends:
             return
         task.refusals += 1
-        if task.refusals > _REFUSALS:
-            self.kill(task.rank)
+        if task.refusals > _REFUSALS:  # it goes on all the same
+            self._pass_on(task)
+            threading.Event().wait()
         raise Cancelled
 
     # Words

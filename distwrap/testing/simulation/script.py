@@ -44,9 +44,7 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
     simulation = Simulation(ranks, schedule)
     failed: list[str] = []
     states = [
-        ProcessState(
-            {**os.environ, **_variables(rank, ranks)}, folder=folder, modules={"__main__": ModuleType("__main__")}
-        )
+        ProcessState(_variables(rank, ranks), folder=folder, modules={"__main__": ModuleType("__main__")})
         for rank in range(ranks)
     ]
     mode = OneDevice(simulation.device)

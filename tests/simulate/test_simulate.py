@@ -1,0 +1,296 @@
+"""What a simulation is: each rank a process of its own, one at a time; what fails, or is stuck, is told at once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distwrap as dw
+from distwrap.errors import CollectiveError, DeadlockError, LaunchError, OptionError, WorkerDiedError
+from distwrap.testing import simulate
+
+
+def _own(given: list[int]) -> dict[str, Any]:
+    rank = dw.rank()
+    given.append(rank)
+    os.environ["OF_A_RANK"] = str(rank)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    torch.set_default_dtype(torch.float64 if rank else torch.float32)
+    dw.barrier()
+    numbers = torch.rand(1).item(), random.random()
+    dw.barrier()
+    return {
+        "rank": dist.get_rank(),
+        "given": given,
+        "variables": (os.environ["OF_A_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"]),
+        "numbers": numbers,
+        "next": torch.rand(1, dtype=torch.float32).item(),
+        "dtype": torch.zeros(1).dtype,
+        "is_main": threading.current_thread() is threading.main_thread(),
+        "size": dw.world_size(),
+    }
+
+
+def test_each_rank_has_a_process_of_its_own() -> None:
+    """Arguments, variables, random numbers and defaults; rank 0 is in the main thread, where signals arrive."""
+    given: list[int] = []
+    before = torch.get_rng_state(), random.getstate(), dict(os.environ), torch.get_default_dtype()
+    found = simulate(_own, 3, given)
+    after = torch.get_rng_state(), random.getstate(), dict(os.environ), torch.get_default_dtype()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert given == []
+    for rank, of_rank in enumerate(found):
+        generator = torch.Generator().manual_seed(rank)
+        numbers = [torch.rand(1, generator=generator, dtype=torch.float64 if rank else torch.float32).item()]
+        assert of_rank["numbers"] == (numbers[0], random.Random(rank).random())
+        assert of_rank["given"] == [rank]
+        assert of_rank["variables"] == (str(rank),) * 3
+        assert of_rank["dtype"] == (torch.float64 if rank else torch.float32)
+        assert of_rank["is_main"] == (rank == 0)
+        assert (of_rank["rank"], of_rank["size"]) == (rank, 3)
+    assert not dist.is_initialized()
+    assert dw.world_size() == 1
+
+
+def _parted() -> None:
+    if dw.rank() == 1:
+        dist.all_reduce(torch.ones(2))
+    elif dw.rank() == 2:
+        dist.recv(torch.ones(1), 0)
+
+
+def test_a_deadlock_is_an_error_at_once() -> None:
+    """It names for what each rank waits, and where; nothing waits for a time limit."""
+    with pytest.raises(DeadlockError) as error:
+        simulate(_parted, 4)
+    words = str(error.value)
+    assert "rank 0 has returned" in words
+    assert (
+        "rank 1 waits for all_reduce(float32[2], sum), to which ranks 0, 2, 3 did not come at test_simulate.py:"
+        in words
+    )
+    assert "rank 2 waits for recv(float32[1], from rank 0) at test_simulate.py:" in words
+    assert threading.active_count() == 1
+
+
+def _unlike(what: str) -> None:
+    shape = (2, 3) if dw.rank() == 1 and what == "shape" else (3, 2)
+    tensor = torch.ones(shape, dtype=torch.int64 if dw.rank() == 1 and what == "type" else torch.float32)
+    if what == "operation" and dw.rank() == 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    elif what == "root":
+        dist.broadcast(tensor, src=dw.rank())
+    elif what == "collective" and dw.rank() == 1:
+        dist.barrier()
+    else:
+        dist.all_reduce(tensor)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shape", "rank 1: all_reduce(float32[2, 3], sum)"),
+        ("type", "rank 1: all_reduce(int64[3, 2], sum)"),
+        ("operation", "rank 1: all_reduce(float32[3, 2], max)"),
+        ("root", "rank 1: broadcast(float32[3, 2], from rank 1)"),
+        ("collective", "rank 1: barrier()"),
+    ],
+)
+def test_a_mismatch_is_an_error_at_once(what: str, words: str) -> None:
+    """Whether it is the shape, the type, the operation, the root, or the collective itself."""
+    with pytest.raises(CollectiveError, match="different collectives") as error:
+        simulate(_unlike, 3, what)
+    assert f"{words} at test_simulate.py:" in str(error.value)
+
+
+def _one_raises(folder: Path) -> None:
+    try:
+        if dw.rank() == 1:
+            raise KeyError("no such sample")
+        dw.barrier()
+    finally:
+        (folder / f"rank {dw.rank()} ended").touch()
+
+
+def test_an_exception_of_a_rank_is_the_callers(tmp_path: Path) -> None:
+    """With its type, and the rank's name; the other ranks end where they wait."""
+    with pytest.raises(KeyError, match="no such sample") as error:
+        simulate(_one_raises, 3, tmp_path)
+    assert "rank 1 on" in str(error.value.__cause__)
+    assert {each.name for each in tmp_path.iterdir()} >= {"rank 0 ended", "rank 1 ended"}
+    assert threading.active_count() == 1
+
+
+def _looks_for_a_file(path: Path) -> float:
+    if dw.rank() == 0:
+        time.sleep(5)
+        path.touch()
+    begun = time.monotonic()
+    while not path.exists():
+        time.sleep(0.1)
+    return time.monotonic() - begun
+
+
+def test_a_sleep_lets_others_go_on_and_takes_no_time(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    assert simulate(_looks_for_a_file, 2, tmp_path / "done")[1] > 4.5
+    assert time.monotonic() - begun < 4  # a guard: nobody has slept
+
+
+def _looks_forever(path: Path) -> None:
+    while not path.exists():
+        time.sleep(1)
+
+
+def test_looking_forever_is_a_deadlock(tmp_path: Path) -> None:
+    with pytest.raises(DeadlockError, match="a sleep of 1 s"):
+        simulate(_looks_forever, 2, tmp_path / "never")
+
+
+def _reads_before_the_wait() -> list[float]:
+    tensor = torch.ones(1)
+    work = dist.all_reduce(tensor, async_op=True)
+    dw.barrier()
+    before = tensor.item()
+    assert work is not None
+    work.wait()
+    return [before, tensor.item()]
+
+
+def test_a_handle_is_done_where_it_is_waited_for() -> None:
+    """So what reads before has the old number each time, and not now and then."""
+    assert simulate(_reads_before_the_wait, 3, schedule=range(3)) == [[1.0, 3.0]] * 3
+
+
+def _trains_on_and_saves(folder: Path) -> list[float]:
+    dw.seed_everything(0)
+    model = dw.wrap_model(nn.Linear(2, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "run": dw.run_state()}
+    data = torch.arange(20, dtype=torch.float64).view(10, 2)
+    loader = dw.shard_loader(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=2))
+    for (batch,) in dw.lockstep(loader):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dw.save(state, folder / "last.pt")
+    return [dw.mean(model(data).sum().item(), 1), *(p.sum().item() for p in model.parameters())]
+
+
+def test_a_loop_under_many_orders(tmp_path: Path) -> None:
+    """With lockstep, a save and an evaluation: the same bits in each order."""
+    found = {str(simulate(_trains_on_and_saves, 3, tmp_path, schedule=seed)) for seed in range(5)}
+    assert len(found) == 1
+    simulate(_trains_on_and_saves, 3, tmp_path, schedule=range(5, 100))
+
+
+def _saves(folder: Path) -> None:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 1.0)
+    dw.save({"model": model}, folder / "last.pt")
+    nn.init.constant_(model.weight, 2.0)
+    dw.save({"model": model}, folder / "last.pt")
+
+
+def test_a_rank_that_dies_at_any_event_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    events: list[tuple[int, int]] = []
+    simulate(_saves, 2, tmp_path, fail=lambda rank, number, what: events.append((rank, number)))
+    assert any(number > 9 for rank, number in events if rank == 0)
+    for number, (rank, event) in enumerate(sorted(set(events))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(WorkerDiedError) as error:
+            simulate(_saves, 2, folder, fail=(rank, event))
+        assert error.value.rank == rank
+        if (folder / "last.pt").exists():
+            weight = torch.load(folder / "last.pt")["model"]["weight"]
+            assert weight.tolist() in ([[1.0, 1.0]], [[2.0, 2.0]])
+
+
+def _meets() -> str:
+    dw.barrier()
+    return "met"
+
+
+def test_what_fails_on_demand() -> None:
+    """An exception of an event, a rank that is late, and one that dies."""
+
+    def fails(rank: int, number: int, what: str) -> Any:
+        return OSError("the cable was pulled") if (rank, what) == (1, "barrier()") else None
+
+    with pytest.raises(OSError, match="cable"):
+        simulate(_meets, 2, fail=fails)
+    assert simulate(_meets, 2, fail=lambda rank, number, what: 3.0 if rank else None) == ["met", "met"]
+    with pytest.raises(WorkerDiedError, match="rank 1 was killed"):
+        simulate(_meets, 2, fail=lambda rank, number, what: "die" if (rank, what) == (1, "barrier()") else None)
+
+
+def _interrupted() -> None:
+    if dw.rank() == 0:
+        dw.barrier()
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        dw.barrier()
+
+
+def test_ctrl_c_ends_all_ranks() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        simulate(_interrupted, 2)
+    assert threading.active_count() == 1
+    assert simulate(_meets, 2) == ["met", "met"]
+
+
+def _simulates() -> None:
+    simulate(_meets, 2)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(LaunchError, match="one simulation"):
+        simulate(_simulates, 2)
+    with pytest.raises(OptionError, match="nprocs"):
+        simulate(_meets, 0)
+
+
+def test_the_launcher_and_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decorated function, by an option and without an edit."""
+    assert dw.distributed(launcher="simulate", nprocs=3, returns="all")(dw.rank)() == [0, 1, 2]
+    assert dw.distributed(launcher="simulate(schedule=4)", nprocs=2)(dw.world_size)() == 2
+    monkeypatch.setenv("DISTWRAP_SIMULATE", "5")
+    assert dw.distributed(nprocs=2, launcher="spawn")(dw.world_size)() == 5
+    monkeypatch.setenv("DISTWRAP_SIMULATE", "many")
+    with pytest.raises(OptionError, match="DISTWRAP_SIMULATE"):
+        dw.distributed(dw.world_size)()
+
+
+def _asks_where() -> None:
+    if dw.rank() == 1:
+        dw.where()
+    dw.barrier()
+
+
+def test_where_each_rank_is(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(_asks_where, 2)
+    words = capsys.readouterr().err
+    assert "rank 0 waits for barrier(), to which rank 1 did not come at test_simulate.py:" in words
+    assert "rank 1 is at test_simulate.py:" in words
+
+
+def test_many_ranks() -> None:
+    """A hundred meet, and none is left."""
+    assert simulate(_meets, 100) == ["met"] * 100
+    assert threading.active_count() == 1
+    assert "tests.simulate" in sys.modules
