@@ -5,6 +5,7 @@ Every function says which names it relies on, and what happens without them; all
 
 import atexit
 import ctypes
+import importlib
 import multiprocessing
 import multiprocessing.util
 import pickle
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 # The module that a pickled path names in Python 3.13.
@@ -147,3 +148,12 @@ class GeneratorMemory:
         """Restore states that `read` has returned."""
         for (address, _), state in zip(self._places, states, strict=True):
             ctypes.memmove(address, state, len(state))
+
+
+def module_locks() -> tuple[ModuleType, str]:
+    """Return the module and the name of Python's table of locks of modules that are being imported.
+
+    Relies on ``importlib._bootstrap:_module_locks``.
+    Without it: simulated ranks that meet while they import a module wait for each other's import.
+    """
+    return importlib.import_module("importlib._bootstrap"), "_module_locks"

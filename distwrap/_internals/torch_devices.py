@@ -40,6 +40,8 @@ class OneDevice(TorchFunctionMode):
             return args[0]
         if self._device.type == "cpu" and name in ("record_stream", "is_pinned"):
             return None
+        if name == "cpu":  # a copy, as of a device: later changes of the model are not those of what was kept
+            return args[0].clone() if self._device.type == "cpu" else func(*args, **kwargs)
         if name == "cuda":
             return args[0].to(self._device)
         if name in _MOVES:
@@ -87,15 +89,15 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def answered_for_ranks(
-    folder: str, ranks: int, rank: Callable[[], int], mode: OneDevice, device: Any
+    is_users: Callable[[str], bool], ranks: int, rank: Callable[[], int], mode: OneDevice, device: Any
 ) -> Iterator[None]:
-    """Answer the code under a folder within a ``with`` as if each rank had an accelerator of its own.
+    """Answer the user's code within a ``with`` as if each rank had an accelerator of its own.
 
     Relies on ``torch.accelerator:current_device_index``, ``torch.nn.parallel:DistributedDataParallel.__init__``.
     Without it: a script that names what a version lacks fails as it would there.
 
     Args:
-        folder: the script's.
+        is_users: returns whether a file is the user's own.
         ranks: their number, which is that of the devices.
         rank: returns the rank of this thread.
         mode: of the ranks' threads.
@@ -119,7 +121,7 @@ def answered_for_ranks(
         answers |= dict.fromkeys(("stream", "current_stream", "default_stream"), _NoStream)
         answers |= dict.fromkeys(("Stream", "Event", "device"), _NoStream)
     changes: list[tuple[Any, str, Any]] = [
-        (module, name, answer if answer is _NoStream else _for_script(getattr(module, name), answer, folder))
+        (module, name, answer if answer is _NoStream else _for_script(getattr(module, name), answer, is_users))
         for module in (torch.cuda, torch.accelerator)
         for name, answer in answers.items()
         if hasattr(module, name)
@@ -174,9 +176,9 @@ def _mapped(location: Any, mode: OneDevice) -> Any:
     return mode.of(location, also_numbers=True)
 
 
-def _for_script(real: Any, answer: Callable[..., Any], folder: str) -> Callable[..., Any]:
+def _for_script(real: Any, answer: Callable[..., Any], is_users: Callable[[str], bool]) -> Callable[..., Any]:
     def asked(*args: Any, **kwargs: Any) -> Any:
-        by_script = sys._getframe(1).f_code.co_filename.startswith(folder)
+        by_script = is_users(sys._getframe(1).f_code.co_filename)
         return answer(*args, **kwargs) if by_script else real(*args, **kwargs)
 
     return asked

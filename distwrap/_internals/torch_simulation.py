@@ -5,9 +5,12 @@ Every function says which names it relies on, and what happens without them; all
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -90,12 +93,13 @@ def simulated_torch(
     open_store: Callable[[], dist.Store],  # type: ignore[name-defined]
     is_simulated: Callable[[], bool],
     sleep: Callable[[float], None],
-    monotonic: Callable[[], float],
+    slept: Callable[[], float],
 ) -> Iterator[None]:
     """Let torch make simulated groups within a ``with``, whatever backend a rank names, and let ranks' time be ours.
 
-    ``time.sleep`` and ``time.monotonic`` are replaced for the ranks' threads: a rank that looks for a file again and
-    again would else never give up its turn.
+    ``time.sleep`` and the clocks of `time` are replaced for the ranks' threads: a rank that looks for a file again and
+    again would else never give up its turn. So is ``signal.signal``, which Python refuses outside of the main thread.
+    Nothing is compiled: ranks would share what was compiled for the first.
 
     Relies on ``torch.distributed.distributed_c10d:_new_process_group_helper``,
     ``torch.distributed.rendezvous:_rendezvous_handlers``,
@@ -106,13 +110,14 @@ def simulated_torch(
         open_store: returns the store of the simulated ranks.
         is_simulated: returns whether this thread is one of a simulated rank.
         sleep: the ranks' ``time.sleep``.
-        monotonic: the ranks' ``time.monotonic``.
+        slept: returns the seconds by which their clocks are ahead.
     """
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # the package has a function of this name
     groups_of_torch: Any = c10d
     isolate: Callable[[bool], None] = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009
     handlers, helper = dict(rendezvous._rendezvous_handlers), groups_of_torch._new_process_group_helper
-    real_sleep, real_monotonic = time.sleep, time.monotonic
+    real_sleep, real_signal = time.sleep, signal.signal
+    clocks = {name: getattr(time, name) for name in ("monotonic", "time", "perf_counter")}
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
         rank, size = _rank_and_size(url)
@@ -131,17 +136,32 @@ def simulated_torch(
     groups_of_torch._new_process_group_helper = make_group
     dist.Backend.backend_list.append(BACKEND)
     time.sleep = lambda seconds, /: sleep(float(seconds)) if is_simulated() else real_sleep(seconds)
-    time.monotonic = lambda: monotonic() if is_simulated() else real_monotonic()
+    for name, clock in clocks.items():
+        setattr(time, name, partial(_ahead, clock, is_simulated, slept))
+    signals: Any = signal
+    signals.signal = partial(_set_signal, real_signal, is_simulated)
     isolate(True)
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         isolate(False)
-        time.sleep, time.monotonic = real_sleep, real_monotonic
+        time.sleep, signal.signal = real_sleep, real_signal
+        for name, clock in clocks.items():
+            setattr(time, name, clock)
         groups_of_torch._new_process_group_helper = helper
         dist.Backend.backend_list.remove(BACKEND)
         rendezvous._rendezvous_handlers.clear()
         rendezvous._rendezvous_handlers.update(handlers)
+
+
+def _ahead(clock: Callable[[], float], is_simulated: Callable[[], bool], slept: Callable[[], float]) -> float:
+    return clock() + slept() if is_simulated() else clock()
+
+
+def _set_signal(real: Callable[..., Any], is_simulated: Callable[[], bool], number: Any, handler: Any) -> Any:
+    in_main = threading.current_thread() is threading.main_thread()
+    return real(number, handler) if in_main or not is_simulated() else signal.getsignal(number)
 
 
 def _rank_and_size(url: str) -> tuple[int, int]:

@@ -44,6 +44,7 @@ class Collective:
 
     calls: dict[int, Call] = field(default_factory=dict)
     values: Values | None = None
+    error: BaseException | None = None
     signal: Signal = field(default_factory=Signal)
 
 
@@ -53,6 +54,7 @@ class Mailbox:
 
     sent: list[list[Tensor]] = field(default_factory=list)
     awaited: int = 0
+    taken: Signal = field(default_factory=Signal)
     signal: Signal = field(default_factory=Signal)
 
 
@@ -73,11 +75,17 @@ class SimulatedWork(dist.Work):
     Args:
         wait: waits, and returns the output tensors.
         source: the rank from which a message came, once it has.
+        is_done: gives up the rank's turn once, and returns whether `wait` would return at once.
     """
 
-    def __init__(self, wait: Callable[[], list[Tensor]], source: Callable[[], int] = lambda: -1) -> None:
+    def __init__(
+        self,
+        wait: Callable[[], list[Tensor]],
+        source: Callable[[], int] = lambda: -1,
+        is_done: Callable[[], bool] = lambda: True,
+    ) -> None:
         super().__init__()
-        self._wait, self._source = wait, source
+        self._wait, self._source, self._is_done = wait, source, is_done
         self._result: list[Tensor] | None = None
 
     def wait(self, timeout: Any = None) -> bool:
@@ -98,7 +106,7 @@ class SimulatedWork(dist.Work):
         return self._result
 
     def is_completed(self) -> bool:
-        return self._result is not None
+        return (self._result is not None or self._is_done()) and self.wait()
 
     def is_success(self) -> bool:
         return self._result is not None
@@ -137,6 +145,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._exchanges, self._rank, self._size, self._key, self._begun = exchanges, rank, size, key, 0
         self._name, self._description = name, ""
+        self._ranks: list[int] = []  # in the world, which torch knows once the group is made
+        self._together: list[SimulatedWork] = []  # begun since the last `_start_coalescing`
 
     def rank(self) -> int:
         return self._rank
@@ -179,10 +189,12 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None: ...
 
-    def _start_coalescing(self, device: Any) -> None: ...
+    def _start_coalescing(self, device: Any) -> None:
+        self._together = []
 
     def _end_coalescing(self, device: Any) -> SimulatedWork:
-        return SimulatedWork(list)
+        works = self._together
+        return SimulatedWork(lambda: [tensor for work in works for tensor in work.result()])
 
     # Collectives
 
@@ -202,41 +214,53 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         if self._size > 1:  # whose operators torch's dispatcher never sees
             check_collectives_allowed(f"torch.distributed's {what.partition('(')[0]}()")
         scheduler.event(what)
+        self._ranks = self._ranks or dist.get_process_group_ranks(self)
         key = (self._key, self._begun)
         self._begun += 1
         place = stacks.locate(stacks.of_frame(stacks.users_frame()))[1]
         collective = exchanges.collectives.setdefault(key, Collective())
         call = Call(what, list(inputs), list(outputs), place)
         collective.calls[self._rank] = call
-        first = next(iter(collective.calls.values()))
-        if first.what != what:
-            raise self._mismatch(collective)
-        if len(collective.calls) == self._size:
+        if next(iter(collective.calls.values())).what != what:
+            collective.error = collective.error or self._mismatch(collective)
+            scheduler.notify(collective.signal)
+        elif len(collective.calls) == self._size:
             del exchanges.collectives[key]
             exchanges.count += 1
             calls = [collective.calls[rank] for rank in range(self._size)]
-            with torch.no_grad():
-                collective.values = combine(calls)
+            try:
+                with torch.no_grad():
+                    collective.values = combine(calls)
+            except (RuntimeError, NotImplementedError) as error:  # on every rank, as a backend refuses it
+                collective.error = error
             scheduler.notify(collective.signal)
 
         def wait() -> list[Tensor]:
-            while collective.values is None:
-                scheduler.wait(collective.signal, self._awaited(collective, what))
+            while collective.values is None and collective.error is None:
+                scheduler.wait(collective.signal, lambda: self._awaited(collective, what))
+            if collective.values is None:
+                assert collective.error is not None
+                raise collective.error
             values, collective.values[self._rank] = collective.values[self._rank], []
-            with torch.no_grad():
-                for output, value in zip(call.outputs, values, strict=True):
-                    output.detach().copy_(value.view_as(output))
+            for output, value in zip(call.outputs, values, strict=True):
+                _write(output, value)
             return call.outputs if result is None else result
 
-        return SimulatedWork(wait)
+        def is_done() -> bool:
+            scheduler.sleep(0)
+            return collective.values is not None or collective.error is not None
+
+        work = SimulatedWork(wait, is_done=is_done)
+        self._together.append(work)
+        return work
 
     def _awaited(self, collective: Collective, what: str) -> str:
-        ranks = dist.get_process_group_ranks(self)
+        ranks = self._ranks
         missing = [ranks[each] for each in range(self._size) if each not in collective.calls]
         return f"{what}, to which rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} did not come"
 
     def _mismatch(self, collective: Collective) -> CollectiveError:
-        ranks = dist.get_process_group_ranks(self)
+        ranks = self._ranks
         lines = [f"rank {ranks[rank]}: {call.what} at {call.place}" for rank, call in sorted(collective.calls.items())]
         return CollectiveError(
             "the ranks are in different collectives:\n" + "\n".join(lines) + "\nEvery rank must call the same "
@@ -389,9 +413,16 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         exchanges.scheduler.event(f"send({_shapes(tensors)}, to rank {to})")
         box = exchanges.mail[self._key, self._rank, to, tag]
         box.sent.append([each.detach().clone() for each in tensors])
+        number, what = len(box.sent), f"send({_shapes(tensors)}, to rank {to})"
         exchanges.scheduler.notify(box.signal)
         exchanges.scheduler.notify(exchanges.any_mail[self._key, to, tag])
-        return SimulatedWork(lambda: tensors)
+
+        def wait() -> list[Tensor]:
+            while box.awaited < number:  # a backend keeps no message for a rank that does not wait for it
+                exchanges.scheduler.wait(box.taken, what)
+            return tensors
+
+        return SimulatedWork(wait, is_done=lambda: box.awaited >= number)
 
     def recv(self, tensors: list[Tensor], by: int, tag: int = 0) -> SimulatedWork:
         exchanges = self._exchanges
@@ -400,6 +431,11 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         box = exchanges.mail[self._key, by, self._rank, tag]
         number = box.awaited
         box.awaited += 1
+        exchanges.scheduler.notify(box.taken)
+
+        def is_done() -> bool:
+            exchanges.scheduler.sleep(0)
+            return len(box.sent) > number
 
         def wait() -> list[Tensor]:
             while len(box.sent) <= number:
@@ -407,7 +443,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             self._take(tensors, box, number)
             return tensors
 
-        return SimulatedWork(wait, lambda: by)
+        return SimulatedWork(wait, lambda: by, is_done)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimulatedWork:
         exchanges = self._exchanges
@@ -422,6 +458,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                     if len(box.sent) > box.awaited:
                         found.append(rank)
                         box.awaited += 1
+                        exchanges.scheduler.notify(box.taken)
                         self._take(tensors, box, box.awaited - 1)
                         return tensors
                 exchanges.scheduler.wait(exchanges.any_mail[self._key, self._rank, tag], what)
@@ -430,13 +467,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _take(self, tensors: list[Tensor], box: Mailbox, number: int) -> None:
         message, box.sent[number] = box.sent[number], []
-        with torch.no_grad():
-            for tensor, value in zip(tensors, message, strict=True):
-                if tensor.shape.numel() != value.shape.numel() or tensor.dtype != value.dtype:
-                    raise CollectiveError(
-                        f"rank {dist.get_rank()} receives {_shapes([tensor])}, and was sent {_shapes([value])}."
-                    )
-                tensor.detach().copy_(value.view_as(tensor))
+        for tensor, value in zip(tensors, message, strict=True):
+            _write(tensor, value)
 
 
 def _operation(opts: Any) -> Any:
@@ -449,7 +481,20 @@ def _name_of(operation: Any) -> str:
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(f"{_dtype(each)}{list(each.shape)}" for each in tensors[:4]) + ", …" * (len(tensors) > 4)
+    return ", ".join(map(_shape, tensors[:4])) + ", …" * (len(tensors) > 4)
+
+
+def _shape(tensor: Tensor) -> str:
+    # A backend sends memory as it lies: ranks whose tensors lie otherwise would exchange other numbers.
+    lies = "" if tensor.layout != torch.strided or tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
+    return f"{_dtype(tensor)}{list(tensor.shape)}{lies}"
+
+
+def _write(output: Tensor, value: Tensor) -> None:
+    """Write what a rank has received, as a backend does, of which autograd knows nothing."""
+    if output.shape.numel() != value.shape.numel() or output.dtype != value.dtype:
+        raise CollectiveError(f"rank {dist.get_rank()} was sent {_shape(value)}, and receives {_shape(output)}.")
+    output.data.copy_(value if output.layout != torch.strided else value.view_as(output))
 
 
 def _types(tensors: Sequence[Tensor]) -> str:
@@ -477,7 +522,10 @@ def _reduced(tensors: list[Tensor], operation: Any) -> Tensor:
     step = _IN_PLACE.get(operation)
     if step is None:
         raise NotImplementedError(f"simulated ranks have no reduction {_name_of(operation)!r}.")
-    total = tensors[0].detach().clone(memory_format=torch.contiguous_format)
+    first = tensors[0].detach()
+    total = first.clone(memory_format=torch.contiguous_format) if first.layout == torch.strided else first.clone()
     for each in tensors[1:]:
         step(total, each.detach())
-    return total.div_(len(tensors)) if operation == ReduceOp.AVG else total
+    if operation != ReduceOp.AVG:
+        return total
+    return total.div_(len(tensors), rounding_mode=None if total.is_floating_point() or total.is_complex() else "trunc")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, Literal
@@ -53,19 +52,20 @@ class SimulateLauncher(Launcher):
             )
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
-        simulation, folder = Simulation(job.nprocs, self.schedule), _folder_of_script()
+        simulation, is_script = Simulation(job.nprocs, self.schedule), _is_script()
         places = [distwrap_environment.on_one_node(rank, job.nprocs) for rank in range(job.nprocs)]
         outcomes: list[Outcome] = []
         states = []
         for place in places:
             variables = distwrap_environment.variables(place, self.name, "simulated")
-            states.append(ProcessState(variables, folder=folder, modules=_own_main(folder)))
+            states.append(ProcessState(variables, owns_modules=is_script, modules=_own_main(is_script)))
         bodies = [_rank(simulation, replace(plan, placement=place), outcomes) for place in places]
         if not switched_on(os.environ, QUIET):
-            shared = "" if folder else ", and share all modules"
+            shared = "" if is_script else ", and share all modules"
             print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
         with watched(simulation.scheduler, self.fail):
-            simulation.run(bodies, states, first_here=self.fail is None)
+            # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
+            simulation.run(bodies, states, first_here=False)
         died = [task.rank for task in simulation.scheduler.main_tasks if task.rank.is_dead]
         if died and not any(outcome.failed for outcome in outcomes):
             number = died[0].number
@@ -91,23 +91,21 @@ def _rank(simulation: Simulation, assignment: Assignment, outcomes: list[Outcome
         except Cancelled:
             raise
         except BaseException as error:  # noqa: BLE001 - told to the caller, as by any rank
-            outcomes.append(failure(rank, failures.explained(error)))
+            if simulation.scheduler.failure is None:  # else this only follows from it
+                outcomes.append(failure(rank, failures.explained(error)))
             simulation.scheduler.fail(error)
-            with suppress(Cancelled):
-                setup.abandon_process_group()
 
     return body
 
 
-def _folder_of_script() -> str:
-    """Return the folder of the script that runs; empty in a notebook and under pytest, where modules are shared."""
+def _is_script() -> bool:
+    """Return whether a script runs: in a notebook and under pytest the ranks share all modules."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    is_script = file is not None and os.path.isfile(file) and "pytest" not in sys.modules
-    return os.path.dirname(os.path.abspath(str(file))) + os.sep if is_script else ""
+    return file is not None and os.path.isfile(file) and "pytest" not in sys.modules
 
 
-def _own_main(folder: str) -> dict[str, ModuleType]:
-    if not folder:
+def _own_main(is_script: bool) -> dict[str, ModuleType]:
+    if not is_script:
         return {}
     main = ModuleType("__main__")
     main.__dict__.update(vars(sys.modules["__main__"]))

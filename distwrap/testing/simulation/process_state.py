@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
+from distwrap._internals.python import module_locks
 from distwrap._internals.torch_simulation import GroupsOfRank, groups_of_process, hook_tables, set_groups_of_process
 from distwrap.group import world
 from distwrap.network import rendezvous
 from distwrap.seeding import RandomState
+from distwrap.supervision.stacks import is_users
 
-# Module, and the name of what each rank has of it.
-_NAMES: tuple[tuple[ModuleType, str], ...] = (
+# Module or other owner, and the name of what each rank has of it.
+_NAMES: tuple[tuple[Any, str], ...] = (
+    (logging.root, "handlers"),
     (sys, "stdout"),
     (sys, "stderr"),
     (sys, "excepthook"),
@@ -29,6 +34,7 @@ _NAMES: tuple[tuple[ModuleType, str], ...] = (
     (world, "_ambient"),
     (rendezvous, "_generation"),
     *hook_tables(),
+    *(each for each in [module_locks()] if hasattr(*each)),
 )
 
 
@@ -46,9 +52,11 @@ class ProcessState:
         groups: torch's process groups.
         values: of `_NAMES`.
         dtype: torch's default.
-        folder: the modules under it are the rank's own; empty where all ranks share all modules.
+        owns_modules: whether ``__main__`` and all modules but those of libraries are the rank's own.
         modules: those modules.
         shared: number of the other modules when this rank last had its turn.
+        directory: the working directory.
+        level: of the root logger.
     """
 
     variables: InitVar[Mapping[str, str]] = MappingProxyType({})
@@ -57,18 +65,20 @@ class ProcessState:
     groups: Any = field(default_factory=GroupsOfRank)
     values: list[Any] = field(default_factory=lambda: [_copied(getattr(*each)) for each in _NAMES])
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    folder: str = ""
+    owns_modules: bool = False
     modules: dict[str, ModuleType] = field(default_factory=dict)
     shared: int = 0
+    directory: str = field(default_factory=os.getcwd)
+    level: int = field(default_factory=lambda: logging.root.level)
 
     def __post_init__(self, variables: Mapping[str, str]) -> None:
         code = os.fsencode if os.supports_bytes_environ else str
         self.environ |= {code(name): code(value) for name, value in variables.items()}
 
     @classmethod
-    def capture(cls, folder: str = "") -> ProcessState:
+    def capture(cls, *, owns_modules: bool = False) -> ProcessState:
         """Return the state of this process."""
-        found = cls(folder=folder)
+        found = cls(owns_modules=owns_modules)
         found.leave()
         return found
 
@@ -77,7 +87,7 @@ class ProcessState:
         new = len(sys.modules) - self.shared - len(self.modules)
         for name in reversed(list(sys.modules)) if new else ():
             module = sys.modules[name]
-            if _is_own(name, module, self.folder):
+            if _is_own(name, module):
                 self.modules[name] = module
         self.modules = {name: sys.modules.pop(name) for name in self.modules if name in sys.modules}
         self.shared = len(sys.modules)
@@ -99,7 +109,11 @@ class ProcessState:
             torch.set_default_dtype(self.dtype)
         for (module, name), value in zip(_NAMES, self.values, strict=True):
             setattr(module, name, value)
-        if self.folder:
+        if os.getcwd() != self.directory:
+            os.chdir(self.directory)
+        if logging.root.level != self.level:
+            logging.root.setLevel(self.level)
+        if self.owns_modules:
             sys.modules.update(self.modules)
 
     def leave(self) -> None:
@@ -109,7 +123,8 @@ class ProcessState:
         self.random = RandomState.capture()
         self.dtype = torch.get_default_dtype()
         self.values = [getattr(*each) for each in _NAMES]
-        if self.folder:
+        self.directory, self.level = os.getcwd(), logging.root.level
+        if self.owns_modules:
             self._set_modules_aside()
 
 
@@ -117,8 +132,8 @@ def _copied(value: Any) -> Any:
     return type(value)(value) if isinstance(value, (dict, list)) else value
 
 
-def _is_own(name: str, module: ModuleType, folder: str) -> bool:
+def _is_own(name: str, module: ModuleType) -> bool:
     if name == "__main__":
         return True
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    return file.startswith(folder) and f"{os.sep}site-packages{os.sep}" not in file
+    return bool(file) and not file.endswith(tuple(EXTENSION_SUFFIXES)) and is_users(file)

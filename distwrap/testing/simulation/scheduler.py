@@ -16,15 +16,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distwrap.errors import DeadlockError
-from distwrap.group.setup import ARRIVAL_SECONDS
 from distwrap.supervision import stacks
 from distwrap.testing.simulation.process_state import ProcessState
 
 _ROUNDS = 3  # in which threads beside the ranks' main threads may still wake one of these
-_POLLS = 1000  # wake-ups by the clock, after which ranks that only look again and again count as stuck
-_TICK = 1e-6  # seconds by which a look at the clock moves it, so that a loop that waits for a moment ends
+# Wake-ups by the clock, and simulated seconds, after which ranks that only look again and again count as stuck.
+_POLLS, _PATIENCE = 2000, 1800.0
+_POLLS_FOR_THE_DEAD = 100  # nobody is to be waited for then
 _INTERRUPT_SECONDS = 5.0  # for the thread whose turn it is to come to a wait after Ctrl-C
 _REFUSALS = 100  # errors that a thread which is to end may swallow
+
+
+Words = str | Callable[[], str]
 
 
 class Cancelled(BaseException):
@@ -48,7 +51,7 @@ class Task:
         is_main: whether it is the rank's main thread; the others belong to distwrap.
         thread: Python's thread, once it runs.
         turn: a lock that is free while the thread may go on.
-        waits_for: in words, while it waits; empty while it is ready.
+        waits_for: in words, or a function that returns them, while it waits; empty while it is ready.
         signal: what it waits for.
         turns: how often it has gone on, to tell an old moment of the clock from the one for which it waits now.
         timed_out: whether the clock has ended the wait.
@@ -62,7 +65,7 @@ class Task:
     is_main: bool
     thread: threading.Thread | None = None
     turn: Any = field(default_factory=threading.Lock)
-    waits_for: str = ""
+    waits_for: Words = ""
     signal: Signal | None = None
     turns: int = 0
     timed_out: bool = False
@@ -96,25 +99,25 @@ class Scheduler:
 
     Args:
         seed: draws the order; ``None`` for the order in which threads became ready.
-        patience: simulated seconds in which ranks may look again and again for something that does not come.
 
     Attributes:
         is_unwinding: whether all threads end after one was killed, and their handlers may have no effect any more.
         failure: why the run ends; ``None`` while it goes on.
+        on_refusals: called with a thread that swallows again and again what tells it to end.
         fails: called before each event of a rank; see `simulate`.
+        slept: simulated seconds in which all have waited for a moment.
         switches: how often another thread went on.
     """
 
-    def __init__(self, seed: int | None = None, patience: float = 5 * ARRIVAL_SECONDS) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self._patience = patience
         self._ready: list[Task] = []
         self._first = 0  # of the ready ones, where no seed draws
         self._moments: list[tuple[float, int, int, Task]] = []
         self._numbers = itertools.count()
         self._tasks: dict[int, Task] = {}
         self._all: list[Task] = []
-        self._now = 0.0
+        self.slept = 0.0
         self._polls, self._rounds, self._woken_at = 0, 0, 0.0
         self._is_over = threading.Event()
         self._active: Rank | None = None
@@ -123,6 +126,7 @@ class Scheduler:
         self.is_unwinding = False
         self.failure: BaseException | None = None
         self.fails: Callable[[Rank, str], None] = lambda rank, what: None
+        self.on_refusals: Callable[[Task], None] = self._leave_behind
         self.switches = 0
 
     # The threads
@@ -177,6 +181,8 @@ class Scheduler:
                 task.body()
         except Cancelled:
             pass
+        except BaseException as error:  # noqa: BLE001 - of what ends a rank
+            self.fail(error)
         finally:
             task.has_ended = True
             self.notify(task.ended)
@@ -242,7 +248,7 @@ class Scheduler:
             moment, _, turns, task = heapq.heappop(self._moments)
             if task.turns != turns or not task.waits_for or not self._may_go_on(task):
                 continue
-            self._now = max(self._now, moment)
+            self.slept = max(self.slept, moment)
             self._polls += 1
             task.timed_out = True
             self._make_ready(task)
@@ -254,7 +260,9 @@ class Scheduler:
         live = list(filter(self._may_go_on, self._all))
         timed = {id(task) for _, _, turns, task in self._moments if task.turns == turns}
         if any(task.is_main and id(task) in timed for task in live):
-            return self._polls > _POLLS and self._now - self._woken_at > self._patience
+            if any(task.rank.is_dead for task in self._all):
+                return self._polls > _POLLS_FOR_THE_DEAD
+            return self._polls > _POLLS and self.slept - self._woken_at > _PATIENCE
         self._rounds += 1
         return self._rounds > _ROUNDS * sum(not task.is_main for task in live)
 
@@ -283,12 +291,12 @@ class Scheduler:
 
     # What a thread may do in its turn
 
-    def wait(self, signal: Signal, words: str, seconds: float | None = None) -> bool:
+    def wait(self, signal: Signal, words: Words, seconds: float | None = None) -> bool:
         """Give up this thread's turn until a signal is told, or some time has passed.
 
         Args:
             signal: what it waits for.
-            words: the same in words.
+            words: the same in words, or a function that returns them.
             seconds: of the simulated clock; ``None`` for no limit.
 
         Returns:
@@ -304,7 +312,7 @@ class Scheduler:
         signal.waiting.append(task)
         task.turns += 1
         if seconds is not None:
-            heapq.heappush(self._moments, (self._now + max(seconds, 0.0), next(self._numbers), task.turns, task))
+            heapq.heappush(self._moments, (self.slept + max(seconds, 0.0), next(self._numbers), task.turns, task))
         self._pass_on(task)
         self._await_turn(task)
         self._refuse_after_failure(task)
@@ -314,7 +322,7 @@ class Scheduler:
         """Make ready whoever waits for a signal."""
         for task in list(signal.waiting):
             if task.is_main:
-                self._polls, self._rounds, self._woken_at = 0, 0, self._now
+                self._polls, self._rounds, self._woken_at = 0, 0, self.slept
             self._make_ready(task)
 
     def event(self, what: str) -> Rank:
@@ -340,11 +348,6 @@ class Scheduler:
         """Let simulated seconds pass."""
         self.wait(Signal(), f"a sleep of {seconds:g} s", seconds)
 
-    def monotonic(self) -> float:
-        """Return the simulated seconds since the beginning."""
-        self._now += _TICK
-        return self._now
-
     def fail(self, error: BaseException) -> None:
         """End the run with an error: every other thread ends where it waits."""
         if self.failure is None:
@@ -362,6 +365,11 @@ class Scheduler:
             self._await_turn(task)  # when no other can go on any more
             raise Cancelled
 
+    def _leave_behind(self, task: Task) -> None:
+        """Let the others end without a thread that goes on, whatever it is told."""
+        self._pass_on(task)
+        threading.Event().wait()
+
     def _task(self) -> Task:
         task = self.current()
         if task is None:
@@ -378,8 +386,7 @@ class Scheduler:
             return
         task.refusals += 1
         if task.refusals > _REFUSALS:  # it goes on all the same
-            self._pass_on(task)
-            threading.Event().wait()
+            self.on_refusals(task)
         raise Cancelled
 
     # Words
@@ -403,7 +410,8 @@ class Scheduler:
             return f"{name} has returned"
         where = stacks.locate(stacks.of_thread(task.thread.ident))[1] if task.thread and task.thread.ident else ""
         at = f" at {where}" if where else ""
-        return f"{name} waits for {task.waits_for}{at}" if task.waits_for else f"{name} is{at or ' ready'}"
+        words = task.waits_for() if callable(task.waits_for) else task.waits_for
+        return f"{name} waits for {words}{at}" if words else f"{name} is{at or ' ready'}"
 
     @property
     def main_tasks(self) -> Iterator[Task]:

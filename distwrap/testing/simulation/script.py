@@ -7,12 +7,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 
 from distwrap._internals.torch_devices import OneDevice, answered_for_ranks
 from distwrap.environments import distwrap_environment, torchrun
 from distwrap.errors import OptionError
+from distwrap.group.setup import import_before_group
 from distwrap.options import QUIET, switched_on
+from distwrap.seeding import seed_generators
+from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.scheduler import Cancelled
 from distwrap.testing.simulation.simulation import Simulation
@@ -37,18 +40,17 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
     if not script.is_file():
         raise OptionError(f"there is no script {path}")
     try:
-        code = compile(script.read_bytes(), str(script), "exec")
+        compile(script.read_bytes(), str(script), "exec")
     except SyntaxError as error:
         raise OptionError(f"{path}: {error}") from error
-    folder = f"{script.parent}{os.sep}"
     simulation = Simulation(ranks, schedule)
     failed: list[str] = []
     states = [
-        ProcessState(_variables(rank, ranks), folder=folder, modules={"__main__": ModuleType("__main__")})
+        ProcessState(_variables(rank, ranks), owns_modules=True, modules={"__main__": ModuleType("__main__")})
         for rank in range(ranks)
     ]
     mode = OneDevice(simulation.device)
-    bodies = [_rank(simulation, rank, code, str(script), mode, failed) for rank in range(ranks)]
+    bodies = [_rank(simulation, rank, script, mode, failed, schedule) for rank in range(ranks)]
     if not switched_on(os.environ, QUIET):
         print_notice(
             f"{ranks} simulated ranks, threads of this process that take turns; every device is {simulation.device}"
@@ -59,7 +61,8 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
     for state in states:
         state.set("argv", list(sys.argv))
     try:
-        with answered_for_ranks(folder, ranks, simulation.rank, mode, simulation.device):
+        with answered_for_ranks(is_users, ranks, simulation.rank, mode, simulation.device):
+            import_before_group()
             simulation.run(bodies, states, first_here=True)
     finally:
         sys.path[:], sys.argv = paths, argv
@@ -78,11 +81,20 @@ def _variables(rank: int, ranks: int) -> dict[str, str]:
 
 
 def _rank(
-    simulation: Simulation, rank: int, code: CodeType, file: str, mode: OneDevice, failed: list[str]
+    simulation: Simulation, rank: int, script: Path, mode: OneDevice, failed: list[str], schedule: int | None
 ) -> Callable[[], None]:
+    def tell(error: BaseException, words: str) -> None:
+        if simulation.scheduler.failure is None:  # else this only follows from it
+            failed.append(words)
+        simulation.scheduler.fail(error)
+
     def body() -> None:
         main = sys.modules["__main__"]
-        main.__file__ = file
+        main.__file__ = str(script)
+        code = compile(script.read_bytes(), str(script), "exec")  # each its own, for which torch compiles
+        seed_generators(
+            hash((schedule or 0, rank)) % 2**31, frozenset({"random", "numpy"})
+        )  # torch's own begins alike in every process
         try:
             with mode:
                 exec(code, vars(main))
@@ -90,13 +102,11 @@ def _rank(
             raise
         except SystemExit as error:
             if error.code not in (None, 0):
-                failed.append(f"distwrap: rank {rank} called sys.exit({error.code!r})")
-                simulation.scheduler.fail(error)
+                tell(error, f"distwrap: rank {rank} called sys.exit({error.code!r})")
         except BaseException as error:  # noqa: BLE001 - told as Python tells it at the end of a script
             trace = _without_ours(error.__traceback__)
             words = "".join(traceback.format_exception(type(error), error, trace))
-            failed.append(f"distwrap: rank {rank} raised:\n{words}")
-            simulation.scheduler.fail(error)
+            tell(error, f"distwrap: rank {rank} raised:\n{words}")
 
     return body
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from distwrap._internals.torch import default_device
 from distwrap._internals.torch_simulation import BACKEND, simulated_torch
 from distwrap.environments import Placement
 from distwrap.errors import LaunchError
+from distwrap.group.world import active_world, deactivate
 from distwrap.network import rendezvous
 from distwrap.supervision.channel import TICK_SECONDS, Channel
 from distwrap.testing.simulation.groups import Exchanges, SimulatedGroup
 from distwrap.testing.simulation.process_state import ProcessState
-from distwrap.testing.simulation.scheduler import Rank, Scheduler, Signal, Task
+from distwrap.testing.simulation.scheduler import Cancelled, Rank, Scheduler, Signal, Task
 from distwrap.testing.simulation.store import SimulatedStore
 
 STEP_SECONDS = 0.1  # simulated, for a step of an algorithm that averages in the background
@@ -64,8 +66,8 @@ class Simulation:
         default = default_device()
         for number, (body, state) in enumerate(zip(bodies, states, strict=True)):
             self.scheduler.add(Rank(number, state), _in_thread(body, default), is_main=True)
-        here, clock = ProcessState.capture(states[0].folder), self.scheduler
-        with simulated_torch(lambda: self.store, self.is_rank, clock.sleep, clock.monotonic):
+        here, clock = ProcessState.capture(owns_modules=states[0].owns_modules), self.scheduler
+        with simulated_torch(lambda: self.store, self.is_rank, clock.sleep, lambda: clock.slept):
             simulated.running = self
             try:
                 self.scheduler.run(first_here=first_here)
@@ -88,7 +90,7 @@ class Simulation:
     # What `distwrap.simulated` asks
 
     def is_rank(self) -> bool:
-        return self.scheduler.current() is not None
+        return simulated.running is self and self.scheduler.current() is not None
 
     def rank(self) -> int:
         """Return the rank whose thread this is; 0 in any other thread."""
@@ -122,8 +124,14 @@ def _in_thread(body: Callable[[], object], device: torch.device | None) -> Calla
         try:
             with torch.autograd.set_multithreading_enabled(False), _default_device(device):
                 return body()
-        finally:  # torch knows a thread's groups by their names
-            if dist.is_initialized():
+        finally:
+            world = active_world()
+            if world is not None:  # the rank has failed
+                deactivate()
+                for close in (world.close, world.cleanup.close):
+                    with suppress(Cancelled):
+                        close()
+            if dist.is_initialized():  # torch knows a thread's groups by their names
                 dist.destroy_process_group()
 
     return run
@@ -143,6 +151,14 @@ def _make_group(options: Any, _: Any = None) -> SimulatedGroup:
     assert isinstance(simulated.running, Simulation)
     return simulated.running.make_group(options)
 
+
+def _end_in_child() -> None:
+    """Let a process that a rank forks, as a loader's worker, be no rank."""
+    simulated.running = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_in_child)
 
 # Nobody can ask for it by name but while ranks are simulated.
 dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
