@@ -113,6 +113,8 @@ def answered_for_ranks(
     if device.type == "cpu":
         answers |= dict.fromkeys(("synchronize", "empty_cache", "init", "ipc_collect"), _nothing)
         answers |= dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _nothing)
+        answers |= dict.fromkeys(("set_rng_state", "set_rng_state_all"), _nothing)
+        answers |= {"get_rng_state": lambda *_, **__: torch.empty(0), "get_rng_state_all": list}
         answers |= dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing)
         memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
         answers |= dict.fromkeys(memory, lambda *_, **__: 0)
@@ -139,6 +141,11 @@ def answered_for_ranks(
     def make_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return mesh(mode.of(device_type) if device_type == "cpu" else device.type, *args, **kwargs)
 
+    fork = torch.random.fork_rng
+
+    def fork_rng(devices: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return fork([] if device.type == "cpu" or devices == [] else [device], *args, **kwargs)
+
     join = dist.init_process_group
 
     def join_without_device(*args: Any, **kwargs: Any) -> None:
@@ -146,6 +153,7 @@ def answered_for_ranks(
         join(*args, **kwargs)
 
     changes += [(dist, "init_process_group", join_without_device)]
+    changes += [(torch.random, "fork_rng", fork_rng)]  # which pipelines of torch call too
     changes += [(torch.multiprocessing, "spawn", _refuse_spawn)]
     changes += [(nn.parallel.DistributedDataParallel, "__init__", make_ddp), (torch, "load", load_here)]
     changes += [(dist, "init_device_mesh", make_mesh), (device_mesh, "init_device_mesh", make_mesh)]
