@@ -37,7 +37,8 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
     if not script.is_file():
         raise OptionError(f"there is no script {path}")
     try:
-        code = compile(script.read_bytes(), str(script), "exec")
+        # torch.compile keeps what it has made with the code, and it belongs to one rank's globals
+        codes = [compile(script.read_bytes(), str(script), "exec") for _ in range(ranks)]
     except SyntaxError as error:
         raise OptionError(f"{path}: {error}") from error
     folder = f"{script.parent}{os.sep}"
@@ -50,7 +51,7 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
         for rank in range(ranks)
     ]
     mode = OneDevice(simulation.device)
-    bodies = [_rank(simulation, rank, code, str(script), mode, failed) for rank in range(ranks)]
+    bodies = [_rank(simulation, rank, code, str(script), mode, failed) for rank, code in enumerate(codes)]
     if not switched_on(os.environ, QUIET):
         print_notice(
             f"{ranks} simulated ranks, threads of this process that take turns; every device is {simulation.device}"
