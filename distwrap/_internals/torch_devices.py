@@ -9,18 +9,24 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
+from torch.distributed.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from distwrap.errors import LaunchError
 
 _TYPES = ("cuda", "xpu", "mps", "hpu", "npu")
 _MOVES = {"to", "_parse_to"}
+_BYTES = 1 << 34  # of a device that is not there
+_PROPERTIES = SimpleNamespace(
+    name="a simulated device", total_memory=_BYTES, major=8, minor=0, multi_processor_count=1, warp_size=32
+)
 
 
 class OneDevice(TorchFunctionMode):
@@ -83,6 +89,31 @@ class _NoStream:
         return _nothing
 
 
+def _normalize(self: Any, x: Any) -> Any:
+    """Be ``SyncBatchNorm.forward`` on the CPU, where torch has none."""
+
+    def total(value: Any) -> Any:  # with its gradient
+        if not self.training or not dist.is_initialized():
+            return value
+        return functional.all_reduce(value, group=self.process_group or dist.group.WORLD)  # type: ignore[no-untyped-call]
+
+    shape, dims = [1, -1, *[1] * (x.dim() - 2)], [0, *range(2, x.dim())]
+    if not self.training and self.running_mean is not None:
+        mean, variance = self.running_mean, self.running_var
+    else:
+        count = total(torch.full((1,), float(x.numel() // x.size(1)), dtype=x.dtype))
+        mean = total(x.sum(dims)) / count
+        variance = total((x - mean.view(shape)).square().sum(dims)) / count
+        if self.training and self.running_mean is not None:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                self.running_mean.lerp_(mean, factor)
+                self.running_var.lerp_(variance * count / (count - 1), factor)
+    y = (x - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+    return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -93,7 +124,8 @@ def answered_for_ranks(
 ) -> Iterator[None]:
     """Answer the user's code within a ``with`` as if each rank had an accelerator of its own.
 
-    Relies on ``torch.accelerator:current_device_index``, ``torch.nn.parallel:DistributedDataParallel.__init__``.
+    Relies on ``torch.accelerator:current_device_index``, ``torch.nn.parallel:DistributedDataParallel.__init__``,
+    ``torch.nn.parallel:DistributedDataParallel._passing_sync_batchnorm_handle``.
     Without it: a script that names what a version lacks fails as it would there.
 
     Args:
@@ -111,17 +143,28 @@ def answered_for_ranks(
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
         "is_bf16_supported": lambda *_, **__: True,
         "get_device_name": lambda *_, **__: "a simulated device",
+        "get_device_capability": lambda *_, **__: (8, 0),
     }
     if device.type == "cpu":
         answers |= dict.fromkeys(("synchronize", "empty_cache", "init", "ipc_collect"), _nothing)
         answers |= dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _nothing)
+        answers |= dict.fromkeys(("set_rng_state", "set_rng_state_all"), _nothing)
+        answers |= {"get_rng_state": lambda *_, **__: torch.empty(0), "get_rng_state_all": list}
         answers |= dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing)
         memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
         answers |= dict.fromkeys(memory, lambda *_, **__: 0)
+        answers |= {"mem_get_info": lambda *_, **__: (_BYTES, _BYTES), "memory_summary": lambda *_, **__: ""}
+        answers["get_device_properties"] = lambda *_, **__: _PROPERTIES
         answers |= dict.fromkeys(("stream", "current_stream", "default_stream"), _NoStream)
         answers |= dict.fromkeys(("Stream", "Event", "device"), _NoStream)
-    changes: list[tuple[Any, str, Any]] = [
-        (module, name, answer if answer is _NoStream else _for_script(getattr(module, name), answer, is_users))
+    changes: list[tuple[Any, str, Any]] = [  # classes that differ, since torch.compile keeps tables of them
+        (
+            module,
+            name,
+            type(name, (_NoStream,), {})
+            if answer is _NoStream
+            else _for_script(getattr(module, name), answer, is_users),
+        )
         for module in (torch.cuda, torch.accelerator)
         for name, answer in answers.items()
         if hasattr(module, name)
@@ -141,6 +184,18 @@ def answered_for_ranks(
     def make_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return mesh(mode.of(device_type) if device_type == "cpu" else device.type, *args, **kwargs)
 
+    made_mesh, fork = device_mesh.DeviceMesh.__init__, torch.random.fork_rng
+
+    def make_mesh_itself(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        made_mesh(self, device.type if device_type in _TYPES else device_type, *args, **kwargs)
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
+
+    def fork_rng(devices: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return fork([] if device.type == "cpu" or devices == [] else [device], *args, **kwargs)
+
     join = dist.init_process_group
 
     def join_without_device(*args: Any, **kwargs: Any) -> None:
@@ -148,6 +203,12 @@ def answered_for_ranks(
         join(*args, **kwargs)
 
     changes += [(dist, "init_process_group", join_without_device)]
+    changes += [(torch, "Generator", Generator), (device_mesh.DeviceMesh, "__init__", make_mesh_itself)]
+    if device.type == "cpu":  # whose parsers of arguments refuse our streams before a mode sees the call
+        changes += [(torch.Tensor, "record_stream", _nothing), (nn.SyncBatchNorm, "forward", _normalize)]
+        changes += [(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", _nothing)]
+        changes += [(torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark")]
+    changes += [(torch.random, "fork_rng", fork_rng)]  # which pipelines of torch call too
     changes += [(torch.multiprocessing, "spawn", _refuse_spawn)]
     changes += [(nn.parallel.DistributedDataParallel, "__init__", make_ddp), (torch, "load", load_here)]
     changes += [(dist, "init_device_mesh", make_mesh), (device_mesh, "init_device_mesh", make_mesh)]
