@@ -14,7 +14,7 @@ from distwrap import decorator, registry
 from distwrap.decorator import GivenOptions
 from distwrap.former_names import LAUNCHER_OF_STRATEGY
 from distwrap.name_table import Registry
-from distwrap.options import CHOICES, DECLARATIONS, PATHS, SECONDS_OF, SWITCHES, VARIABLES, Options
+from distwrap.options import CHOICES, DECLARATIONS, NUMBERS, PATHS, SECONDS_OF, SWITCHES, VARIABLES, Options
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
@@ -31,7 +31,10 @@ def options_table() -> list[str]:
         lines.append(f"| `{name}` | `{shown}` | {variables.get(name, '')} | {declared.line} |")
     lines += [f"| | | `{switch}=1` | {line} |" for switch, line in SWITCHES.items()]
     lines += [f"| | | `{variable}={word}` | {line} |" for variable, (word, line) in CHOICES.items()]
-    return [*lines, *(f"| | | `{variable}` | {line} |" for variable, line in {**SECONDS_OF, **PATHS}.items())]
+    return [
+        *lines,
+        *(f"| | | `{variable}` | {line} |" for variable, line in {**SECONDS_OF, **PATHS, **NUMBERS}.items()),
+    ]
 
 
 def test_types_of_the_decorator() -> None:

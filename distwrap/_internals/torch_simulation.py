@@ -22,7 +22,10 @@ from torch.distributed import distributed_c10d as c10d
 BACKEND = "simulated"
 
 
-class GroupsOfRank(c10d._World):
+_World: type[Any] = getattr(c10d, "_World", object)
+
+
+class GroupsOfRank(_World):  # type: ignore[misc]
     """Process groups of one simulated rank, which torch keeps for the process.
 
     Relies on ``torch.distributed.distributed_c10d:_World``.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import distwrap
+from distwrap import cli
 from distwrap.cli import COMMANDS, main
 from tests.forked_commands import PYTHON
 
@@ -70,8 +71,8 @@ def test_each_command_has_examples(name: str, capsys: pytest.CaptureFixture[str]
     for example in examples:
         prefix = f"  python -m distwrap {name}"
         assert example.startswith(prefix)
-        with pytest.raises(SystemExit, match="0"):  # which would be 2 for a word that is wrong
-            main([name, *shlex.split(example.removeprefix(prefix)), "--help"])
+        given = cli._parser(name).parse_args([name, *shlex.split(example.removeprefix(prefix))])
+        assert callable(given.run)
 
 
 def test_the_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
