@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.forked_commands import PYTHON, forked_commands
+from tests.forked_commands import PYTHON, forked_commands, own_commands
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 100.0
@@ -29,12 +30,20 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def asked(run: Any, cell: type) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that runs cells of a class by a function, for the time of a ``with``."""
+def asked(run: Any, cell: type, *, forks: bool = True) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that runs cells of a class by a function, for the time of a ``with``.
+
+    Args:
+        run: the function.
+        cell: the class.
+        forks: whether interpreters that it starts are forks, whose parent is the interpreter of tests: a cell whose
+            caller dies needs the caller itself.
+    """
     code = CODE.format(module=run.__module__, run=run.__name__, cells=cell.__module__, cell=cell.__name__)
-    env = {**os.environ, **forked_commands(), "PYTHONPATH": str(ROOT)}  # its ranks find this package too
+    commands, python = (forked_commands(), PYTHON) if forks else (own_commands(), sys.executable)
+    env = {**os.environ, **commands, "PYTHONPATH": str(ROOT)}  # its ranks find this package too
     with subprocess.Popen(
-        [PYTHON, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [python, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         yield process
         assert process.stdin is not None

@@ -51,15 +51,21 @@ def test_every_cell_has_an_expectation() -> None:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[subprocess.Popen[str]]:
-    """A process that runs cells."""
-    with asked(run, Cell) as process:
+def runner(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs cells, of which each starts forks, or interpreters of its own."""
+    with asked(run, Cell, forks=request.param == "forks") as process:
         yield process
 
 
 @pytest.mark.slow("programs that fail")
 @pytest.mark.parametrize(
-    "cell", [*HERE, *(nightly(cell, row="faults", why="the fault, and the launcher") for cell in LATER)], ids=str
+    ("runner", "cell"),
+    [
+        *(("forks", cell) for cell in HERE),
+        *(nightly("processes", cell, row="faults", why="the fault, and the launcher") for cell in LATER),
+    ],
+    indirect=["runner"],
+    ids=str,
 )
 def test_a_cell(cell: Cell, runner: subprocess.Popen[str]) -> None:
     """The caller knows in time, by the right exception or exit code, with the first cause, and nothing is left."""
