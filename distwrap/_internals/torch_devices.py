@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -200,7 +201,9 @@ def answered_for_ranks(
 
     def join_without_device(*args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
-        join(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
+            join(*args, **kwargs)
 
     changes += [(dist, "init_process_group", join_without_device)]
     changes += [(torch, "Generator", Generator), (device_mesh.DeviceMesh, "__init__", make_mesh_itself)]

@@ -66,6 +66,7 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
             simulation.run(bodies, states, first_here=True)
     finally:
         sys.path[:], sys.argv = paths, argv
+    sys.stdout.flush()  # what the ranks have printed comes first
     for words in failed[:1]:
         print(words, file=sys.stderr)
     if simulation.scheduler.failure is not None and not failed:
