@@ -5,7 +5,6 @@ with the run's secret. Where the ranks have no secret, only plain data travels, 
 """
 
 import hmac
-import itertools
 import os
 import pickle
 from typing import Any
@@ -19,14 +18,16 @@ from distwrap.group.world import current_world
 from distwrap.network.secret import SIZE, agree_on_secret, signature
 from distwrap.options import switched_on
 
-_agreements = itertools.count()
+_agreements = 0
 
 
 def run_secret() -> bytes:
     """Return the run's secret, empty where there is none. Ranks in a group that the user made agree on it here."""
+    global _agreements
     world = current_world()
     if world.secret is None:
-        store, number = default_store(), next(_agreements)
+        store, number = default_store(), _agreements
+        _agreements += 1
         world.secret = b""
         if store is not None:
             world.secret = agree_on_secret(PrefixStore(f"distwrap/secret/{number}", store), world.placement)

@@ -330,7 +330,7 @@ def models_gone_since() -> None:
 
 # Each program, the error that ends it, and a word of what it says.
 WRONG: dict[Callable[[], None], tuple[type[ModelError], str]] = {
-    gradients_by_hand: (DriftError, "updates by hand"),
+    gradients_by_hand: (DriftError, "by hand"),
     gradients_by_hand_through_data: (DriftError, "updates by hand"),
     functional_gradients: (DriftError, "at the end"),
     gradients_set_by_hand: (DriftError, "by hand"),

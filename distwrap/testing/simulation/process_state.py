@@ -16,7 +16,7 @@ import torch
 
 from distwrap._internals.python import module_locks
 from distwrap._internals.torch_simulation import GroupsOfRank, groups_of_process, hook_tables, set_groups_of_process
-from distwrap.group import world
+from distwrap.group import signing, world
 from distwrap.network import rendezvous
 from distwrap.seeding import RandomState
 from distwrap.supervision.stacks import is_users
@@ -33,11 +33,13 @@ _NAMES: tuple[tuple[Any, str], ...] = (
     (world, "_current"),
     (world, "_ambient"),
     (rendezvous, "_generation"),
+    (signing, "_agreements"),
     *hook_tables(),
     *(each for each in [module_locks()] if hasattr(*each)),
 )
 
 
+_INSTALLED = ("site-packages", "dist-packages")  # also those of a user, and of an interpreter around this one
 _ENVIRON: Any = os.environb if os.supports_bytes_environ else os.environ  # bytes need no decoding at each turn
 
 
@@ -140,4 +142,5 @@ def _is_own(name: str, module: ModuleType) -> bool:
     if name == "__main__":
         return True
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    return bool(file) and not file.endswith(tuple(EXTENSION_SUFFIXES)) and is_users(file)
+    installed = file.endswith(tuple(EXTENSION_SUFFIXES)) or any(f"{os.sep}{each}{os.sep}" in file for each in _INSTALLED)
+    return bool(file) and not installed and is_users(file)
