@@ -142,5 +142,5 @@ def _is_own(name: str, module: ModuleType) -> bool:
     if name == "__main__":
         return True
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    installed = file.endswith(tuple(EXTENSION_SUFFIXES)) or any(f"{os.sep}{each}{os.sep}" in file for each in _INSTALLED)
-    return bool(file) and not installed and is_users(file)
+    is_library = not is_users(file) or any(f"{os.sep}{each}{os.sep}" in file for each in _INSTALLED)
+    return bool(file) and not is_library and not file.endswith(tuple(EXTENSION_SUFFIXES))
