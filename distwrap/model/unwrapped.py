@@ -21,6 +21,7 @@ from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.world import RunPart, World, say_once
 from distwrap.live_objects import instances
 from distwrap.model.fingerprints import fingerprint
+from distwrap.model.transparent import TransparentModule
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.network.waiting import wait_until
 from distwrap.seeding import mix
@@ -62,7 +63,8 @@ class Unwrapped(RunPart):
         Raises:
             ModelError: names the module's class, and the line that has made the optimizer.
         """
-        held, modules = parameters_of(optimizer), instances(nn.Module)
+        held = parameters_of(optimizer)
+        modules = [each for each in instances(nn.Module) if not is_released(each)]
         model = model_of(held, modules)
         if model is None or self._world.part(CollectiveGuard).function or _is_torchs(held, modules):
             return
@@ -151,6 +153,11 @@ class _Step:
     by_hand: bool
     optimizer: ref[Optimizer]
     looks: int = 0
+
+
+def is_released(module: nn.Module) -> bool:
+    """Return whether a module is a wrapper of ours whose run has ended, as that of a simulated rank beside this one."""
+    return isinstance(module, TransparentModule) and "_distwrap" not in vars(module)
 
 
 def model_of(held: dict[int, nn.Parameter], modules: list[nn.Module]) -> nn.Module | None:
