@@ -59,7 +59,6 @@ class ProcessState:
         shared: number of the other modules when this rank last had its turn.
         directory: the working directory.
         level: of the root logger.
-        threads: with which torch computes.
     """
 
     variables: InitVar[Mapping[str, str]] = MappingProxyType({})
@@ -73,7 +72,6 @@ class ProcessState:
     shared: int = 0
     directory: str = field(default_factory=os.getcwd)
     level: int = field(default_factory=lambda: logging.root.level)
-    threads: int = field(default_factory=torch.get_num_threads)
 
     def __post_init__(self, variables: Mapping[str, str]) -> None:
         code = os.fsencode if os.supports_bytes_environ else str
@@ -115,8 +113,6 @@ class ProcessState:
             setattr(module, name, value)
         if os.getcwd() != self.directory:
             os.chdir(self.directory)
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
         if logging.root.level != self.level:
             logging.root.setLevel(self.level)
         if self.owns_modules:
@@ -129,7 +125,7 @@ class ProcessState:
         self.random = RandomState.capture()
         self.dtype = torch.get_default_dtype()
         self.values = [getattr(*each) for each in _NAMES]
-        self.directory, self.level, self.threads = os.getcwd(), logging.root.level, torch.get_num_threads()
+        self.directory, self.level = os.getcwd(), logging.root.level
         if self.owns_modules:
             self._set_modules_aside()
 

@@ -63,9 +63,9 @@ class Simulation:
         """
         if simulated.running is not None:
             raise LaunchError("ranks are simulated in this process already: one simulation runs at a time.")
-        default = default_device()
+        default, threads = default_device(), torch.get_num_threads()
         for number, (body, state) in enumerate(zip(bodies, states, strict=True)):
-            self.scheduler.add(Rank(number, state), _in_thread(body, default), is_main=True)
+            self.scheduler.add(Rank(number, state), _in_thread(body, default, threads), is_main=True)
         here, clock = ProcessState.capture(owns_modules=states[0].owns_modules), self.scheduler
         with simulated_torch(lambda: self.store, self.is_rank, clock.sleep, lambda: clock.slept):
             simulated.running = self
@@ -119,8 +119,9 @@ class Simulation:
         self.scheduler.sleep(STEP_SECONDS)
 
 
-def _in_thread(body: Callable[[], object], device: torch.device | None) -> Callable[[], object]:
+def _in_thread(body: Callable[[], object], device: torch.device | None, threads: int) -> Callable[[], object]:
     def run() -> object:
+        torch.set_num_threads(threads)  # which OpenMP keeps for each thread
         try:
             with torch.autograd.set_multithreading_enabled(False), _default_device(device):
                 return body()
