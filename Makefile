@@ -125,6 +125,7 @@ bench: $(VENV)/.installed-test
 	$(bin)/python benchmarks/engines.py
 	$(bin)/python benchmarks/codecs.py
 	$(bin)/python benchmarks/imports.py
+	$(bin)/python benchmarks/simulate.py
 	$(bin)/python benchmarks/control_plane.py
 	$(bin)/python benchmarks/report.py
 	$(bin)/python benchmarks/slow_loops.py
