@@ -216,12 +216,16 @@ class Options:
         """
         from distwrap.environments.distwrap_environment import LAUNCHER, SCRIPT, STORE  # not needed to decorate
 
-        known = (*VARIABLES, *SWITCHES, *CHOICES, *SECONDS_OF, *PATHS, *NUMBERS)
         for variable in env:
-            ours = variable.startswith(ENVIRONMENT_PREFIX) and variable not in (*known, STORE, LAUNCHER, SCRIPT)
-            if ours or _is_misspelt(variable, known):
+            ours = variable.startswith(ENVIRONMENT_PREFIX) and variable not in (
+                *KNOWN_VARIABLES,
+                STORE,
+                LAUNCHER,
+                SCRIPT,
+            )
+            if ours or _is_misspelt(variable, KNOWN_VARIABLES):
                 hint = for_variable(variable, env[variable], VARIABLES) or _without_variable(variable)
-                raise OptionError(unknown_name("variable", variable, known, {variable: hint}))
+                raise OptionError(unknown_name("variable", variable, KNOWN_VARIABLES, {variable: hint}))
         check_words(env)
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}
         given = {name: _from_text(variable, name, env[variable]) for variable, name in found.items()}
@@ -239,6 +243,7 @@ DECLARATIONS: dict[str, Declaration] = {each.name: each.metadata["declaration"] 
 
 # The environment variables that override an option.
 VARIABLES = {f"DISTWRAP_{name.upper()}": name for name, declared in DECLARATIONS.items() if declared.text is not None}
+KNOWN_VARIABLES = (*VARIABLES, *SWITCHES, *CHOICES, *SECONDS_OF, *PATHS, *NUMBERS)
 
 
 def _is_misspelt(variable: str, known: Iterable[str]) -> bool:

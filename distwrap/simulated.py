@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -60,6 +61,18 @@ class Simulation(Protocol):
 
 
 running: Simulation | None = None
+
+
+def thread(run: Callable[[], object], name: str) -> Thread:
+    """Return a thread of this process, or of this simulated rank, with which it ends."""
+    simulated = simulation()
+    return threading.Thread(target=run, name=name, daemon=True) if simulated is None else simulated.thread(run)
+
+
+def condition() -> Condition:
+    """Return a condition for such threads."""
+    simulated = simulation()
+    return threading.Condition() if simulated is None else simulated.condition()
 
 
 def simulation() -> Simulation | None:

@@ -150,10 +150,11 @@ class GeneratorMemory:
             ctypes.memmove(address, state, len(state))
 
 
-def module_locks() -> tuple[ModuleType, str]:
-    """Return the module and the name of Python's table of locks of modules that are being imported.
+def module_locks() -> list[tuple[ModuleType, str]]:
+    """Return the module and the name of Python's table of locks of modules that are being imported, if it has one.
 
     Relies on ``importlib._bootstrap:_module_locks``.
     Without it: simulated ranks that meet while they import a module wait for each other's import.
     """
-    return importlib.import_module("importlib._bootstrap"), "_module_locks"
+    bootstrap = importlib.import_module("importlib._bootstrap")
+    return [(bootstrap, "_module_locks")] if hasattr(bootstrap, "_module_locks") else []

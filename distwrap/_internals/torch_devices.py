@@ -45,7 +45,7 @@ class OneDevice(TorchFunctionMode):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if self._device.type == "cpu" and name in ("cuda", "xpu", "pin_memory"):
             return args[0]
-        if self._device.type == "cpu" and name in ("record_stream", "is_pinned"):
+        if self._device.type == "cpu" and name == "is_pinned":
             return None
         if name == "cpu":  # a copy, as of a device: later changes of the model are not those of what was kept
             return args[0].clone() if self._device.type == "cpu" else func(*args, **kwargs)
@@ -139,7 +139,7 @@ def answered_for_ranks(
     answers: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
         "device_count": lambda: ranks,
-        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), lambda: rank()),
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), rank),
         **dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device_index"), _nothing),
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
         "is_bf16_supported": lambda *_, **__: True,
@@ -182,13 +182,16 @@ def answered_for_ranks(
             kwargs["map_location"] = _mapped(kwargs["map_location"], mode)
         return load(args[0], _mapped(args[1], mode), *args[2:], **kwargs) if len(args) > 1 else load(*args, **kwargs)
 
+    def there(device_type: str) -> str:
+        return device.type if device_type in _TYPES else device_type
+
     def make_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return mesh(mode.of(device_type) if device_type == "cpu" else device.type, *args, **kwargs)
+        return mesh(there(device_type), *args, **kwargs)
 
     made_mesh, fork = device_mesh.DeviceMesh.__init__, torch.random.fork_rng
 
     def make_mesh_itself(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        made_mesh(self, device.type if device_type in _TYPES else device_type, *args, **kwargs)
+        made_mesh(self, there(device_type), *args, **kwargs)
 
     class Generator(torch.Generator):
         def __new__(cls, device: Any = "cpu") -> Any:

@@ -6,7 +6,6 @@ while an optimizer may read them. Here the training thread alone reads and write
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from distwrap.devices.streams import Given, SideStream
 from distwrap.errors import CollectiveTimeoutError
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel
-from distwrap.simulated import Condition, Thread, simulation
+from distwrap.simulated import Thread, condition, simulation, thread
 
 
 class AsyncExchange(WeightExchange["AsyncAveraging"]):
@@ -43,7 +42,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         self._interval, self._patience = algorithm.sync_interval_ms / 1000, world.options.timeout
         self.rounds = 0
         self._simulation = simulation()
-        self._changed: Condition = threading.Condition() if self._simulation is None else self._simulation.condition()
+        self._changed = condition()
         self._runs = self._resumes = self._closed = False
         self._pausing = self._wanted = False
         self._side = SideStream(self.device)
@@ -129,11 +128,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             return
         self._runs, self._pausing = True, False
         if self.link is not None:
-            run = partial(self._run, self.link)
-            if self._simulation is None:
-                self._thread = threading.Thread(target=run, name="distwrap-async", daemon=True)
-            else:
-                self._thread = self._simulation.thread(run)
+            self._thread = thread(partial(self._run, self.link), "distwrap-async")
             self._thread.start()
 
     def _run(self, link: Link) -> None:

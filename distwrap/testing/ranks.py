@@ -67,12 +67,17 @@ class Launch:
             fn = Computing(fn, self.dtype)
         task = Task(fn, args, {}, self.options.updated(options))
         job = base.Job(task, nprocs or self.nprocs, seconds=self.timeout)
-        try:
-            values: list[R] = base.launch(_launcher(), job)
-        except BaseException as error:
-            tracebacks.fold(error)
-            raise
-        return values
+        return _launched(_launcher(), job)
+
+
+def _launched(launcher: base.Launcher, job: base.Job) -> list[Any]:
+    """Return the values of all ranks; an exception comes without our frames."""
+    try:
+        values: list[Any] = base.launch(launcher, job)
+    except BaseException as error:
+        tracebacks.fold(error)
+        raise
+    return values
 
 
 def _launcher() -> base.Launcher:
@@ -128,9 +133,5 @@ def simulate(
         launcher = SimulateLauncher(seed, fail)
         job = base.Job(task, AT_LEAST_ONE("nprocs", nprocs))
         launcher.check(job)
-        try:
-            values = base.launch(launcher, job)
-        except BaseException as error:
-            tracebacks.fold(error)
-            raise
+        values = _launched(launcher, job)
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ def _failing(scheduler: Scheduler, fail: FailAt) -> Callable[[Rank, str], None]:
     def at_event(rank: Rank, what: str) -> None:
         how = fail(rank.number, rank.events, what)
         if how == "die":
-            scheduler.kill(rank)
+            scheduler.kill()
         elif isinstance(how, BaseException):
             raise how
         elif how is not None:
@@ -56,13 +57,9 @@ def _failing(scheduler: Scheduler, fail: FailAt) -> Callable[[Rank, str], None]:
     return at_event
 
 
-_hooked: list[bool] = []
-
-
+@functools.cache
 def _hook_once() -> None:
-    if not _hooked:
-        _hooked.append(True)
-        sys.addaudithook(_at_file)  # which cannot be taken away, and does nothing while nobody watches
+    sys.addaudithook(_at_file)  # which cannot be taken away, and does nothing while nobody watches
 
 
 def _at_file(event: str, args: tuple[Any, ...]) -> None:

@@ -66,7 +66,6 @@ class Exchanges:
         self.collectives: dict[Any, Collective] = {}
         self.mail: defaultdict[Any, Mailbox] = defaultdict(Mailbox)
         self.any_mail: defaultdict[Any, Signal] = defaultdict(Signal)
-        self.count = 0
 
 
 class SimulatedWork(dist.Work):
@@ -226,7 +225,6 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             scheduler.notify(collective.signal)
         elif len(collective.calls) == self._size:
             del exchanges.collectives[key]
-            exchanges.count += 1
             calls = [collective.calls[rank] for rank in range(self._size)]
             try:
                 with torch.no_grad():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 from distwrap.devices.selection import visible_devices
 from distwrap.environments import distwrap_environment
@@ -66,11 +66,13 @@ class SimulateLauncher(Launcher):
         with watched(simulation.scheduler, self.fail):
             # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
             simulation.run(bodies, states, first_here=False)
-        died = [task.rank for task in simulation.scheduler.main_tasks if task.rank.is_dead]
-        if died and not any(outcome.failed for outcome in outcomes):
-            number = died[0].number
-            raise WorkerDiedError(f"rank {number} was killed at its event {died[0].events}.", rank=number)
-        if simulation.scheduler.failure is not None and not any(outcome.failed for outcome in outcomes):
+        if any(outcome.failed for outcome in outcomes):
+            return outcomes
+        for task in simulation.scheduler.main_tasks:
+            if task.rank.is_dead:
+                number, event = task.rank.number, task.rank.events
+                raise WorkerDiedError(f"rank {number} was killed at its event {event}.", rank=number)
+        if simulation.scheduler.failure is not None:
             raise simulation.scheduler.failure
         return outcomes
 
@@ -110,9 +112,3 @@ def _own_main(is_script: bool) -> dict[str, ModuleType]:
     main = ModuleType("__main__")
     main.__dict__.update(vars(sys.modules["__main__"]))
     return {"__main__": main}
-
-
-def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
-    """Return what the ranks have returned, in the order of the ranks."""
-    ordered = sorted(outcomes, key=lambda outcome: outcome.rank)
-    return [transport.unpack_result(outcome.value)[0] for outcome in ordered if outcome.value is not None]

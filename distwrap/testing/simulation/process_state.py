@@ -35,7 +35,7 @@ _NAMES: tuple[tuple[Any, str], ...] = (
     (rendezvous, "_generation"),
     (signing, "_agreements"),
     *hook_tables(),
-    *(each for each in [module_locks()] if hasattr(*each)),
+    *module_locks(),
 )
 
 
@@ -93,10 +93,6 @@ class ProcessState:
                 self.modules[name] = module
         self.modules = {name: sys.modules.pop(name) for name in self.modules if name in sys.modules}
         self.shared = len(sys.modules)
-
-    def set(self, name: str, value: Any) -> None:
-        """Set an attribute of `sys` for this rank."""
-        self.values[_NAMES.index((sys, name))] = value
 
     def enter(self) -> None:
         """Make this the state of the process."""

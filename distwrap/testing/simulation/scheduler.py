@@ -11,6 +11,7 @@ import heapq
 import itertools
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,16 +104,13 @@ class Scheduler:
     Attributes:
         is_unwinding: whether all threads end after one was killed, and their handlers may have no effect any more.
         failure: why the run ends; ``None`` while it goes on.
-        on_refusals: called with a thread that swallows again and again what tells it to end.
         fails: called before each event of a rank; see `simulate`.
         slept: simulated seconds in which all have waited for a moment.
-        switches: how often another thread went on.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self._ready: list[Task] = []
-        self._first = 0  # of the ready ones, where no seed draws
+        self._ready: deque[Task] = deque()
         self._moments: list[tuple[float, int, int, Task]] = []
         self._numbers = itertools.count()
         self._tasks: dict[int, Task] = {}
@@ -126,8 +124,6 @@ class Scheduler:
         self.is_unwinding = False
         self.failure: BaseException | None = None
         self.fails: Callable[[Rank, str], None] = lambda rank, what: None
-        self.on_refusals: Callable[[Task], None] = self._leave_behind
-        self.switches = 0
 
     # The threads
 
@@ -191,7 +187,6 @@ class Scheduler:
 
     def _hand_over(self, task: Task) -> None:
         """Let a thread go on, which is this one's last act until its own turn."""
-        self.switches += 1
         if self._active is not task.rank:
             if self._active is not None:
                 self._active.state.leave()
@@ -226,15 +221,10 @@ class Scheduler:
     def _next(self) -> Task | None:
         """Return the thread whose turn it is; ``None`` if all have ended."""
         while True:
-            while self._first < len(self._ready):
-                if self._random is not None:
-                    drawn = self._random.randrange(self._first, len(self._ready))
-                    self._ready[drawn], self._ready[self._first] = self._ready[self._first], self._ready[drawn]
-                task = self._ready[self._first]
-                self._first += 1
-                if self._first > 64:
-                    del self._ready[: self._first]
-                    self._first = 0
+            while self._ready:
+                drawn = 0 if self._random is None else self._random.randrange(len(self._ready))
+                task = self._ready[drawn]
+                del self._ready[drawn]
                 if self._may_go_on(task):
                     return task
             if not self._pass_time() and not self._end_stuck():
@@ -325,7 +315,7 @@ class Scheduler:
                 self._polls, self._rounds, self._woken_at = 0, 0, self.slept
             self._make_ready(task)
 
-    def event(self, what: str) -> Rank:
+    def event(self, what: str) -> None:
         """Note that this thread's rank begins a collective, a message, or an operation on a store or a file.
 
         Under a seed, another thread may be drawn to go on first.
@@ -342,7 +332,6 @@ class Scheduler:
             self._pass_on(task)
             self._await_turn(task)
             self._refuse_after_failure(task)
-        return task.rank
 
     def sleep(self, seconds: float) -> None:
         """Let simulated seconds pass."""
@@ -356,19 +345,13 @@ class Scheduler:
             if task.waits_for and not task.has_ended:
                 self._make_ready(task)
 
-    def kill(self, rank: Rank) -> None:
-        """Let no thread of a rank go on, as where its process is killed; its handlers have no effect at the end."""
+    def kill(self) -> None:
+        """Let no thread of this rank go on, as where its process is killed; its handlers have no effect at the end."""
         task = self._task()
-        rank.is_dead = True
-        if task.rank is rank:
-            self._pass_on(task)
-            self._await_turn(task)  # when no other can go on any more
-            raise Cancelled
-
-    def _leave_behind(self, task: Task) -> None:
-        """Let the others end without a thread that goes on, whatever it is told."""
+        task.rank.is_dead = True
         self._pass_on(task)
-        threading.Event().wait()
+        self._await_turn(task)  # when no other can go on any more
+        raise Cancelled
 
     def _task(self) -> Task:
         task = self.current()
@@ -386,7 +369,8 @@ class Scheduler:
             return
         task.refusals += 1
         if task.refusals > _REFUSALS:  # it goes on all the same
-            self.on_refusals(task)
+            self._pass_on(task)  # the others end without it
+            threading.Event().wait()
         raise Cancelled
 
     # Words
@@ -400,7 +384,7 @@ class Scheduler:
 
     def whereabouts(self) -> str:
         """Return in words where each rank is, a line for each."""
-        return "\n".join(self._where(task) for task in sorted(self.main_tasks, key=lambda task: task.rank.number))
+        return "\n".join(map(self._where, self.main_tasks))
 
     def _where(self, task: Task) -> str:
         name = f"rank {task.rank.number}"

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 
 from distwrap._internals.torch_devices import OneDevice, answered_for_ranks
 from distwrap.environments import distwrap_environment, torchrun
@@ -40,17 +40,14 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
     if not script.is_file():
         raise OptionError(f"there is no script {path}")
     try:
-        compile(script.read_bytes(), str(script), "exec")
+        # torch.compile keeps what it makes with the code, and it belongs to one rank's globals.
+        codes = [compile(script.read_bytes(), str(script), "exec") for _ in range(ranks)]
     except SyntaxError as error:
         raise OptionError(f"{path}: {error}") from error
     simulation = Simulation(ranks, schedule)
     failed: list[str] = []
-    states = [
-        ProcessState(_variables(rank, ranks), owns_modules=True, modules={"__main__": ModuleType("__main__")})
-        for rank in range(ranks)
-    ]
     mode = OneDevice(simulation.device)
-    bodies = [_rank(simulation, rank, script, mode, failed, schedule) for rank in range(ranks)]
+    bodies = [_rank(simulation, rank, code, mode, failed, schedule or 0) for rank, code in enumerate(codes)]
     if not switched_on(os.environ, QUIET):
         print_notice(
             f"{ranks} simulated ranks, threads of this process that take turns; every device is {simulation.device}"
@@ -58,8 +55,10 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
     paths, argv = list(sys.path), sys.argv
     sys.path.insert(0, str(script.parent))
     sys.argv = [path, *arguments]
-    for state in states:
-        state.set("argv", list(sys.argv))
+    states = [
+        ProcessState(_variables(rank, ranks), owns_modules=True, modules={"__main__": ModuleType("__main__")})
+        for rank in range(ranks)
+    ]
     try:
         with answered_for_ranks(is_users, ranks, simulation.rank, mode, simulation.device):
             import_before_group()
@@ -76,13 +75,13 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
 
 def _variables(rank: int, ranks: int) -> dict[str, str]:
     place = distwrap_environment.on_one_node(rank, ranks)
-    numbers = distwrap_environment.variables(place, "simulate", "")
-    own = {name: value for name, value in numbers.items() if name not in (distwrap_environment.STORE,)}
+    own = distwrap_environment.variables(place, "simulate", "")
+    del own[distwrap_environment.STORE]  # by which a rank is known as ours, where it is to be torchrun's
     return {**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT, torchrun.AGENT: "simulated"}
 
 
 def _rank(
-    simulation: Simulation, rank: int, script: Path, mode: OneDevice, failed: list[str], schedule: int | None
+    simulation: Simulation, rank: int, code: CodeType, mode: OneDevice, failed: list[str], schedule: int
 ) -> Callable[[], None]:
     def tell(error: BaseException, words: str) -> None:
         if simulation.scheduler.failure is None:  # else this only follows from it
@@ -91,11 +90,9 @@ def _rank(
 
     def body() -> None:
         main = sys.modules["__main__"]
-        main.__file__ = str(script)
-        code = compile(script.read_bytes(), str(script), "exec")  # each its own, for which torch compiles
-        seed_generators(
-            hash((schedule or 0, rank)) % 2**31, frozenset({"random", "numpy"})
-        )  # torch's own begins alike in every process
+        main.__file__ = code.co_filename
+        # torch's own generator begins alike in every process.
+        seed_generators(hash((schedule, rank)) % 2**31, frozenset({"random", "numpy"}))
         try:
             with mode:
                 exec(code, vars(main))

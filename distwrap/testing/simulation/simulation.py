@@ -48,7 +48,6 @@ class Simulation:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._exchanges = Exchanges(self.scheduler)
         self._groups: Counter[Any] = Counter()
-        self.collectives = 0
 
     def run(self, bodies: Sequence[Callable[[], object]], states: Sequence[ProcessState], *, first_here: bool) -> None:
         """Run a function for each rank, until all have returned or none can go on; `Scheduler.failure` says why.
@@ -74,7 +73,6 @@ class Simulation:
             finally:
                 simulated.running = None
                 here.enter()
-        self.collectives = self._exchanges.count
 
     def make_group(self, options: Any) -> SimulatedGroup:
         """Return a process group of the rank whose turn it is."""
@@ -208,9 +206,7 @@ class _SimulatedChannel(Channel):
 
     def __init__(self, simulation: Simulation, *args: Any) -> None:
         super().__init__(*args)
-        self._clock = simulation.scheduler
         self._thread: Any = simulation.thread(self._run)
-        self._seen = -1
 
     def start(self) -> None:
         self._thread.start()
@@ -222,11 +218,11 @@ class _SimulatedChannel(Channel):
     def _run(self) -> None:
         while not self._stopped.is_set():
             self.look()
-            self._clock.sleep(TICK_SECONDS)
+            self._bells.clock.sleep(TICK_SECONDS)
 
     def look(self) -> None:
         heard = self._bells.heard()
-        if heard != self._seen:
-            self._seen = heard
+        if heard != self._heard:
+            self._heard = heard
             self.on_ring()
             self.work.look(True)
