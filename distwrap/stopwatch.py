@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
@@ -202,13 +202,17 @@ class Stopwatch:
             yield from items
             return
         source, nothing = iter(items), object()
-        while True:
-            part = Part.DATA if torch.is_grad_enabled() else Part.EVALUATION
-            self.begin(part)
-            try:
-                item = next(source, nothing)
-            finally:
-                self.end(part)
-            if item is nothing:
-                return
-            yield item  # type: ignore[misc]
+        try:
+            while True:
+                part = Part.DATA if torch.is_grad_enabled() else Part.EVALUATION
+                self.begin(part)
+                try:
+                    item = next(source, nothing)
+                finally:
+                    self.end(part)
+                if item is nothing:
+                    return
+                yield item  # type: ignore[misc]
+        finally:  # at once, also while another thread looks at this frame and keeps what it holds
+            if isinstance(source, Generator):
+                source.close()

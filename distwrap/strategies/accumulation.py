@@ -124,7 +124,7 @@ def _models(model: nn.Module | Sequence[nn.Module], what: str) -> list[nn.Module
 
 
 class Accumulation(Iterator[tuple[Batch, Window]]):
-    """Iterator over micro-batches in windows; one loop may leave it, and another one continue it."""
+    """Iterator over micro-batches in windows; one loop may leave it, and another continue it, if not in lockstep."""
 
     def __init__(self, loader: Iterable[Batch], steps: int, models: list[nn.Module]) -> None:
         self._loader, self._steps, self._loop = loader, steps, _Loop(models)
@@ -141,6 +141,8 @@ class Accumulation(Iterator[tuple[Batch, Window]]):
         finally:  # the loop was left, but the iterator may still be referenced
             if not ends():
                 self._loop.release()
+                if self._loop.is_in_step:  # the other ranks are told now, in the order of the user's loops
+                    self.close()
 
     def close(self) -> None:
         """Leave the loop."""
@@ -160,10 +162,11 @@ class _Loop:
 
     Attributes:
         models: the models whose gradients accumulate.
+        is_in_step: whether all ranks take its steps together.
     """
 
     def __init__(self, models: list[nn.Module]) -> None:
-        self.models = models
+        self.models, self.is_in_step = models, False
         self._windows: Windows | None = None
 
     def run(
@@ -181,6 +184,7 @@ class _Loop:
                     found = next(batches, None)
                 moves += ahead
                 lockstep = lockstep_of(loader) if lockstep is None else lockstep
+                self.is_in_step = lockstep is not None
                 if found is None:
                     if lockstep is None or lockstep.preempted is None:
                         move(*moves)
@@ -204,6 +208,7 @@ class _Loop:
         finally:
             if not ends():
                 self.release()
+                batches.close()  # at once, also while another thread looks at this frame and keeps what it holds
 
     def release(self) -> None:
         """Exchange gradients again, unless another loop uses the models now."""
@@ -214,10 +219,20 @@ class _Loop:
 
 def _in_windows(
     loader: Iterable[Batch], steps: int, lockstep: Lockstep[Any] | None
-) -> Iterator[tuple[int, int, Batch]]:
+) -> Generator[tuple[int, int, Batch], None, None]:
     """Yield the size of a window, an index in it, and the batch at this index."""
     left = batches_left(loader) or 0 if lockstep is None else 0
     batches = iter(loader)
+    try:
+        yield from _windows(loader, batches, steps, left, lockstep)
+    finally:
+        if isinstance(batches, Generator) and lockstep_of(loader) is not None:
+            batches.close()
+
+
+def _windows(
+    loader: Iterable[Batch], batches: Iterator[Batch], steps: int, left: int, lockstep: Lockstep[Any] | None
+) -> Iterator[tuple[int, int, Batch]]:
     while left > 0:
         size = min(steps, left)
         for index in range(size):

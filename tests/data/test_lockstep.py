@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -336,6 +338,40 @@ def test_wrong_input() -> None:
 def _alone() -> None:
     dw.rank_zero_only(lambda: list(lockstep([1])))()
     dw.barrier()
+
+
+def _looked_at(make: Callable[[], Iterable[Any]], kept: list[FrameType | None]) -> int:
+    """Leave a loop by itself while something keeps the frame, as another thread does that looks where this rank is."""
+    taken, batches = 0, make()
+    for _ in batches:
+        kept.append(sys._getframe())
+        taken += 1
+        if taken == 4:
+            break
+    return taken
+
+
+def _left_twice() -> list[int]:
+    makes: list[Callable[[], Iterable[Any]]] = [
+        lambda: lockstep(range(8)),
+        lambda: dw.accumulate(lockstep(range(8)), 2, []),
+        lambda: lockstep(dw.accumulate(range(8), 2, [])),
+    ]
+    kept: list[FrameType | None] = []
+    taken = []
+    for make in makes:
+        for _ in range(2):
+            taken.append(_looked_at(make, kept))
+            if dw.rank() == 0:
+                kept.clear()
+    with dw.report():
+        taken += [_looked_at(makes[0], kept), _looked_at(makes[1], kept)]
+    return taken
+
+
+def test_a_loop_is_left_where_it_is_left() -> None:
+    """The others are told at the break, not once nobody looks at the frame any more, amid the next loop's turns."""
+    assert run_ranks(_left_twice, 2, timeout=LIMIT) == [[4] * 8] * 2
 
 
 def test_a_break_may_be_the_last_thing_that_a_rank_does() -> None:

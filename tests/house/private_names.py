@@ -67,8 +67,8 @@ class ReliedOn(NamedTuple):
 
     @property
     def can_be_hidden(self) -> bool:
-        """Whether it is an attribute of a module or class, rather than of each of its instances."""
-        return "(" not in self.expression
+        """Whether it is an attribute of a module or class, rather than of each instance, that no import needs."""
+        return "(" not in self.expression and self.name != "_module_locks"
 
 
 def problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
