@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import multiprocessing
 import multiprocessing.util
+import os
 import pickle
 import random
 import subprocess
@@ -148,6 +149,16 @@ class GeneratorMemory:
         """Restore states that `read` has returned."""
         for (address, _), state in zip(self._places, states, strict=True):
             ctypes.memmove(address, state, len(state))
+
+
+def table_of_variables() -> dict[Any, Any]:
+    """Return the table in which Python keeps this process's variables, encoded.
+
+    Relies on ``os.environ:_data``.
+    Without it: each turn of a simulated rank takes a tenth of a millisecond longer.
+    """
+    table: dict[Any, Any] | None = getattr(os.environ, "_data", None)
+    return dict(os.environb if os.supports_bytes_environ else os.environ) if table is None else table
 
 
 def module_locks() -> list[tuple[ModuleType, str]]:

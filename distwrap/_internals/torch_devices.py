@@ -7,9 +7,11 @@ the CPU. All were seen in versions 2.6 to 2.15; what a version lacks is left out
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -20,10 +22,10 @@ from torch.distributed import device_mesh
 from torch.distributed.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from distwrap._internals.torch_simulation import replaced
 from distwrap.errors import LaunchError
 
 _TYPES = ("cuda", "xpu", "mps", "hpu", "npu")
-_MOVES = {"to", "_parse_to"}
 _BYTES = 1 << 34  # of a device that is not there
 _PROPERTIES = SimpleNamespace(
     name="a simulated device", total_memory=_BYTES, major=8, minor=0, multi_processor_count=1, warp_size=32
@@ -39,33 +41,32 @@ class OneDevice(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
+        self.device, self.is_cpu = device, device.type == "cpu"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if self._device.type == "cpu" and name in ("cuda", "xpu", "pin_memory"):
-            return args[0]
-        if self._device.type == "cpu" and name == "is_pinned":
+        if name == "cuda" or (self.is_cpu and name in ("xpu", "pin_memory")):
+            return args[0].to(self.device)
+        if self.is_cpu and name == "is_pinned":
             return None
-        if name == "cpu":  # a copy, as of a device: later changes of the model are not those of what was kept
-            return args[0].clone() if self._device.type == "cpu" else func(*args, **kwargs)
-        if name == "cuda":
-            return args[0].to(self._device)
-        if name in _MOVES:
+        if self.is_cpu and name == "cpu":  # a copy, as of a device: later changes are not those of what was kept
+            return args[0].clone()
+        if name in ("to", "_parse_to"):
             first = int(name == "to")  # after the tensor itself
-            args = (*args[:first], *(self.of(each, also_numbers=True) for each in args[first:]))
+            args = (*args[:first], *map(self.of, args[first:]))
         if kwargs.get("device") is not None:
-            kwargs["device"] = self.of(kwargs["device"], also_numbers=True)
+            kwargs["device"] = self.of(kwargs["device"])
         return func(*args, **kwargs)
 
-    def of(self, value: Any, *, also_numbers: bool = False) -> Any:
+    def of(self, value: Any) -> Any:
         """Return a value in which an accelerator's name, or its number, is the device of all ranks."""
-        if isinstance(value, torch.device):
-            return self._device if value.type in _TYPES else value
-        if isinstance(value, str):
-            return self._device if value.partition(":")[0] in _TYPES else value
-        is_number = also_numbers and isinstance(value, int) and not isinstance(value, bool)
-        return self._device if is_number else value
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        kind = value.type if isinstance(value, torch.device) else value if isinstance(value, str) else ""
+        return self.device if is_number or kind.partition(":")[0] in _TYPES else value
+
+    def for_loading(self, location: Any) -> Any:
+        """Return a ``map_location`` for the device of all ranks."""
+        return (lambda storage, _: storage) if isinstance(location, dict) else self.of(location)
 
 
 class _NoStream:
@@ -90,18 +91,141 @@ class _NoStream:
         return _nothing
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _answers(module: Any, ranks: int, rank: Callable[[], int], *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what each name of a module is for the script: a value that a function returns, a function, or a class."""
+    known: dict[str, Any] = {
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), rank),
+        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device_index"), None),
+        "device_count": ranks,
+        "current_accelerator": torch.device("cuda"),
+        "get_device_name": "a simulated device",
+        "get_device_capability": (8, 0),
+    }
+    of_cpu: dict[str, Any] = {
+        "get_rng_state": lambda: torch.empty(0),
+        "get_rng_state_all": list,
+        "mem_get_info": (_BYTES, _BYTES),
+        "memory_summary": "",
+        "get_device_properties": _PROPERTIES,
+        # Classes that differ, since torch.compile keeps tables of them.
+        **{name: type(name, (_NoStream,), {}) for name in ("Stream", "Event", "device", "device_of")},
+        **dict.fromkeys(("stream", "current_stream", "default_stream"), _NoStream),
+    }
+    for name, real in vars(module).items():
+        if name in known:
+            yield name, known[name]
+        elif on_cpu and name in of_cpu:
+            yield name, of_cpu[name]
+        elif (
+            on_cpu and inspect.isroutine(real) and name[0] != "_" and "graph" not in name
+        ):  # which torch refuses itself
+            yield name, 0 if "memory" in name and "reset" not in name else None
+
+
+@contextlib.contextmanager
+def answered_for_ranks(
+    is_users: Callable[[str], bool], ranks: int, rank: Callable[[], int], mode: OneDevice
+) -> Iterator[None]:
+    """Answer the user's code within a ``with`` as if each rank had an accelerator of its own.
+
+    Relies on ``torch.accelerator:current_device_index``, ``torch.nn.parallel:DistributedDataParallel.__init__``,
+    ``torch.nn.parallel:DistributedDataParallel._passing_sync_batchnorm_handle``.
+    Without it: a script that names what a version lacks fails as it would there.
+
+    Args:
+        is_users: returns whether a file is the user's own.
+        ranks: their number, which is that of the devices.
+        rank: returns the rank of this thread.
+        mode: of the ranks' threads, with the device of all.
+    """
+
+    def for_script(real: Any, answer: Any) -> Any:
+        if isinstance(answer, type) and inspect.isclass(real):
+            return answer
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if not is_users(sys._getframe(1).f_code.co_filename):
+                return real(*args, **kwargs)
+            return answer() if callable(answer) else answer
+
+        return asked
+
+    def changed(owner: Any, name: str, change: Callable[[list[Any], dict[str, Any]], None]) -> tuple[Any, str, Any]:
+        """Let a function change the arguments of each call."""
+        real = getattr(owner, name)
+
+        @wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = list(args)
+            change(given, kwargs)
+            return real(*given, **kwargs)
+
+        return owner, name, call
+
+    def at(index: int, name: str, of: Callable[[Any], Any]) -> Callable[[list[Any], dict[str, Any]], None]:
+        def change(args: list[Any], kwargs: dict[str, Any]) -> None:
+            if name in kwargs:
+                kwargs[name] = of(kwargs[name])
+            if len(args) > index:
+                args[index] = of(args[index])
+
+        return change
+
+    def without_devices(args: list[Any], kwargs: dict[str, Any]) -> None:
+        kwargs.update(dict.fromkeys({"device_ids", "output_device"} & kwargs.keys()))
+        args[2:4] = [None] * len(args[2:4])
+
+    def without_device(args: list[Any], kwargs: dict[str, Any]) -> None:
+        kwargs.pop("device_id", None)
+        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
+
+    def kind_of(name: str) -> str:
+        return mode.device.type if name.partition(":")[0] in _TYPES else name
+
+    devices = [] if mode.is_cpu else [mode.device]
+    ddp = nn.parallel.DistributedDataParallel
+    changes: list[tuple[Any, str, Any]] = [
+        *(
+            (module, name, for_script(getattr(module, name), answer))
+            for module in (torch.cuda, torch.accelerator)
+            for name, answer in _answers(module, ranks, rank, on_cpu=mode.is_cpu)
+        ),
+        (torch, "Generator", Generator),
+        (torch.multiprocessing, "spawn", _refuse_spawn),
+        changed(dist, "init_process_group", without_device),
+        changed(ddp, "__init__", without_devices),
+        changed(torch, "load", at(1, "map_location", mode.for_loading)),
+        changed(torch, "set_default_device", at(0, "device", mode.of)),
+        changed(device_mesh.DeviceMesh, "__init__", at(1, "device_type", kind_of)),
+        *(changed(module, "init_device_mesh", at(0, "device_type", kind_of)) for module in (dist, device_mesh)),
+        # which torch's pipelines call too
+        changed(torch.random, "fork_rng", at(0, "devices", lambda given: given and devices)),
+    ]
+    if mode.is_cpu:  # whose parsers of arguments refuse our streams before a mode sees the call
+        changes += [(torch.Tensor, "record_stream", _nothing), (nn.SyncBatchNorm, "forward", _normalize)]
+        changes += [(ddp, "_passing_sync_batchnorm_handle", _nothing)]
+        changes += [(torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark")]
+    with replaced(changes):
+        yield
+
+
 def _normalize(self: Any, x: Any) -> Any:
     """Be ``SyncBatchNorm.forward`` on the CPU, where torch has none."""
-
-    def total(value: Any) -> Any:  # with its gradient
-        if not self.training or not dist.is_initialized():
-            return value
-        return functional.all_reduce(value, group=self.process_group or dist.group.WORLD)  # type: ignore[no-untyped-call]
-
     shape, dims = [1, -1, *[1] * (x.dim() - 2)], [0, *range(2, x.dim())]
     if not self.training and self.running_mean is not None:
         mean, variance = self.running_mean, self.running_var
     else:
+        add: Any = functional.all_reduce if self.training and dist.is_initialized() else lambda value, group: value
+        total = partial(add, group=self.process_group)
         count = total(torch.full((1,), float(x.numel() // x.size(1)), dtype=x.dtype))
         mean = total(x.sum(dims)) / count
         variance = total((x - mean.view(shape)).square().sum(dims)) / count
@@ -115,137 +239,8 @@ def _normalize(self: Any, x: Any) -> Any:
     return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-@contextlib.contextmanager
-def answered_for_ranks(
-    is_users: Callable[[str], bool], ranks: int, rank: Callable[[], int], mode: OneDevice, device: Any
-) -> Iterator[None]:
-    """Answer the user's code within a ``with`` as if each rank had an accelerator of its own.
-
-    Relies on ``torch.accelerator:current_device_index``, ``torch.nn.parallel:DistributedDataParallel.__init__``,
-    ``torch.nn.parallel:DistributedDataParallel._passing_sync_batchnorm_handle``.
-    Without it: a script that names what a version lacks fails as it would there.
-
-    Args:
-        is_users: returns whether a file is the user's own.
-        ranks: their number, which is that of the devices.
-        rank: returns the rank of this thread.
-        mode: of the ranks' threads.
-        device: of all ranks.
-    """
-    answers: dict[str, Callable[..., Any]] = {
-        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
-        "device_count": lambda: ranks,
-        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), rank),
-        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device_index"), _nothing),
-        "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "is_bf16_supported": lambda *_, **__: True,
-        "get_device_name": lambda *_, **__: "a simulated device",
-        "get_device_capability": lambda *_, **__: (8, 0),
-    }
-    if device.type == "cpu":
-        answers |= dict.fromkeys(("synchronize", "empty_cache", "init", "ipc_collect"), _nothing)
-        answers |= dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _nothing)
-        answers |= dict.fromkeys(("set_rng_state", "set_rng_state_all"), _nothing)
-        answers |= {"get_rng_state": lambda *_, **__: torch.empty(0), "get_rng_state_all": list}
-        answers |= dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing)
-        memory = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-        answers |= dict.fromkeys(memory, lambda *_, **__: 0)
-        answers |= {"mem_get_info": lambda *_, **__: (_BYTES, _BYTES), "memory_summary": lambda *_, **__: ""}
-        answers["get_device_properties"] = lambda *_, **__: _PROPERTIES
-        answers |= dict.fromkeys(("stream", "current_stream", "default_stream"), _NoStream)
-        answers |= dict.fromkeys(("Stream", "Event", "device"), _NoStream)
-    changes: list[tuple[Any, str, Any]] = [  # classes that differ, since torch.compile keeps tables of them
-        (
-            module,
-            name,
-            type(name, (_NoStream,), {})
-            if answer is _NoStream
-            else _for_script(getattr(module, name), answer, is_users),
-        )
-        for module in (torch.cuda, torch.accelerator)
-        for name, answer in answers.items()
-        if hasattr(module, name)
-    ]
-    made, load, mesh = nn.parallel.DistributedDataParallel.__init__, torch.load, device_mesh.init_device_mesh
-
-    def make_ddp(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
-    ) -> None:
-        made(self, module, None, None, *args, **kw)
-
-    def load_here(*args: Any, **kwargs: Any) -> Any:
-        if "map_location" in kwargs:
-            kwargs["map_location"] = _mapped(kwargs["map_location"], mode)
-        return load(args[0], _mapped(args[1], mode), *args[2:], **kwargs) if len(args) > 1 else load(*args, **kwargs)
-
-    def there(device_type: str) -> str:
-        return device.type if device_type in _TYPES else device_type
-
-    def make_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return mesh(there(device_type), *args, **kwargs)
-
-    made_mesh, fork = device_mesh.DeviceMesh.__init__, torch.random.fork_rng
-
-    def make_mesh_itself(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        made_mesh(self, there(device_type), *args, **kwargs)
-
-    class Generator(torch.Generator):
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
-
-    def fork_rng(devices: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return fork([] if device.type == "cpu" or devices == [] else [device], *args, **kwargs)
-
-    join = dist.init_process_group
-
-    def join_without_device(*args: Any, **kwargs: Any) -> None:
-        kwargs.pop("device_id", None)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
-            join(*args, **kwargs)
-
-    changes += [(dist, "init_process_group", join_without_device)]
-    changes += [(torch, "Generator", Generator), (device_mesh.DeviceMesh, "__init__", make_mesh_itself)]
-    if device.type == "cpu":  # whose parsers of arguments refuse our streams before a mode sees the call
-        changes += [(torch.Tensor, "record_stream", _nothing), (nn.SyncBatchNorm, "forward", _normalize)]
-        changes += [(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", _nothing)]
-        changes += [(torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark")]
-    changes += [(torch.random, "fork_rng", fork_rng)]  # which pipelines of torch call too
-    changes += [(torch.multiprocessing, "spawn", _refuse_spawn)]
-    changes += [(nn.parallel.DistributedDataParallel, "__init__", make_ddp), (torch, "load", load_here)]
-    changes += [(dist, "init_device_mesh", make_mesh), (device_mesh, "init_device_mesh", make_mesh)]
-    default = torch.set_default_device
-    changes.append((torch, "set_default_device", lambda device: default(mode.of(device, also_numbers=True))))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    for owner, name, change in changes:
-        setattr(owner, name, change)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
 def _refuse_spawn(*_: Any, **__: Any) -> NoReturn:
     raise LaunchError(
         "a simulated rank cannot start ranks by torch.multiprocessing.spawn. Call the function that it starts from the "
         "script, as torchrun's ranks do, or simulate that function by distwrap.testing.simulate(fn, nprocs)."
     )
-
-
-def _mapped(location: Any, mode: OneDevice) -> Any:
-    if isinstance(location, dict):
-        return lambda storage, _: storage  # all devices are one
-    return mode.of(location, also_numbers=True)
-
-
-def _for_script(real: Any, answer: Callable[..., Any], is_users: Callable[[str], bool]) -> Callable[..., Any]:
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        by_script = is_users(sys._getframe(1).f_code.co_filename)
-        return answer(*args, **kwargs) if by_script else real(*args, **kwargs)
-
-    return asked

@@ -5,15 +5,16 @@ Every function says which names it relies on, and what happens without them; all
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from types import ModuleType
 from typing import Any
+from unittest import mock
+from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
@@ -22,42 +23,20 @@ from torch.distributed import distributed_c10d as c10d
 BACKEND = "simulated"
 
 
-_World: type[Any] = getattr(c10d, "_World", object)
+def group_tables() -> list[tuple[Any, str]]:
+    """Return the module and names of the tables in which torch keeps a process's groups.
 
-
-class GroupsOfRank(_World):  # type: ignore[misc]
-    """Process groups of one simulated rank, which torch keeps for the process.
-
-    Relies on ``torch.distributed.distributed_c10d:_World``.
-    Without it: ranks cannot be simulated.
+    Relies on ``torch.distributed.distributed_c10d:_world``, ``torch.distributed.distributed_c10d:_pg_map``,
+    ``torch.distributed.distributed_c10d:_pg_names``, ``torch.distributed.distributed_c10d:_pg_group_ranks``,
+    ``torch.distributed.distributed_c10d:_pg_backend_config``, ``torch.distributed.distributed_c10d:_group_count``,
+    ``torch.distributed.distributed_c10d:_tags_to_pg``, ``torch.distributed.distributed_c10d:_pg_to_tag``.
+    Without them: ranks cannot be simulated.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._own: dict[str, dict[Any, Any]] = {}
-        self._made = 0
-
-    def _table(self, name: str) -> dict[Any, Any]:
-        return self._own.setdefault(name, {})
-
-    pg_map = property(lambda self: self._table("map"))
-    pg_names = property(lambda self: self._table("names"))
-    pg_group_ranks = property(lambda self: self._table("ranks"))
-    pg_backend_config = property(lambda self: self._table("config"))
-    tags_to_pg = property(lambda self: self._table("tags"))
-    pg_to_tag = property(lambda self: self._table("tag"))
-
-    @property
-    def group_count(self) -> int:
-        """The number of groups made, by which torch names the next."""
-        return self._made
-
-    @group_count.setter
-    def group_count(self, value: int) -> None:
-        self._made = value
+    tables = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+    return [(c10d, name) for name in ("_world", "_group_count", *tables)]
 
 
-def hook_tables() -> list[tuple[ModuleType, str]]:
+def hook_tables() -> list[tuple[Any, str]]:
     """Return the modules and names of torch's tables of hooks of all optimizers and all modules of a process.
 
     Relies on ``torch.optim.optimizer:_global_optimizer_pre_hooks``,
@@ -73,22 +52,13 @@ def hook_tables() -> list[tuple[ModuleType, str]]:
     ]
 
 
-def groups_of_process() -> Any:
-    """Return torch's table of this process's groups.
-
-    Relies on ``torch.distributed.distributed_c10d:_world``.
-    Without it: ranks cannot be simulated.
-    """
-    return c10d._world
-
-
-def set_groups_of_process(groups: Any) -> None:
-    """Make a table of groups the process's.
-
-    Relies on ``torch.distributed.distributed_c10d:_world``.
-    Without it: ranks cannot be simulated.
-    """
-    c10d._world = groups
+@contextmanager
+def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes of modules and classes other values within a ``with``."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
 
 
 @contextmanager
@@ -116,67 +86,43 @@ def simulated_torch(
         slept: returns the seconds by which their clocks are ahead.
     """
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # the package has a function of this name
-    groups_of_torch: Any = c10d
     isolate: Callable[[bool], None] = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009
-    handlers, helper = dict(rendezvous._rendezvous_handlers), groups_of_torch._new_process_group_helper
-    real_sleep, real_signal = time.sleep, signal.signal
-    clocks = {name: getattr(time, name) for name in ("monotonic", "time", "perf_counter")}
+    helper: Any = c10d._new_process_group_helper
+    real_sleep, real_signal, simulated = time.sleep, signal.signal, dist.Backend(BACKEND)
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        rank, size = _rank_and_size(url)
-        yield open_store(), rank, size
+        said = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
+        rank = int(said.get("rank", os.environ.get("RANK", "")))
+        yield open_store(), rank, int(said.get("world_size", os.environ.get("WORLD_SIZE", "")))
 
     def make_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(dict.fromkeys({"device_id", "pg_options", "backend_options"} & kwargs.keys()))
-        group, store = helper(size, rank, ranks, dist.Backend(BACKEND), *args, **kwargs)
+        group, store = helper(size, rank, ranks, simulated, *args, **kwargs)
         if store is not None:
-            groups = groups_of_process()
-            groups.pg_map[group] = (dist.Backend(str(backend)), store)
-            groups.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(str(backend))))
+            named = dist.Backend(str(backend))
+            c10d._world.pg_map[group] = (named, store)
+            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(named))
         return group, store
 
-    rendezvous._rendezvous_handlers.update(dict.fromkeys(("env", "tcp", "file"), meet))
-    groups_of_torch._new_process_group_helper = make_group
-    dist.Backend.backend_list.append(BACKEND)
-    time.sleep = lambda seconds, /: sleep(float(seconds)) if is_simulated() else real_sleep(seconds)
-    for name, clock in clocks.items():
-        setattr(time, name, partial(_ahead, clock, is_simulated, slept))
-    signals: Any = signal
-    signals.signal = partial(_set_signal, real_signal, is_simulated)
-    isolate(True)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        isolate(False)
-        time.sleep, signal.signal = real_sleep, real_signal
-        for name, clock in clocks.items():
-            setattr(time, name, clock)
-        groups_of_torch._new_process_group_helper = helper
-        dist.Backend.backend_list.remove(BACKEND)
-        rendezvous._rendezvous_handlers.clear()
-        rendezvous._rendezvous_handlers.update(handlers)
+    def set_signal(number: Any, handler: Any) -> Any:
+        in_main = threading.current_thread() is threading.main_thread()
+        return real_signal(number, handler) if in_main or not is_simulated() else signal.getsignal(number)
 
+    def ahead(clock: Callable[[], float]) -> Callable[[], float]:
+        return lambda: clock() + slept() if is_simulated() else clock()
 
-def _ahead(clock: Callable[[], float], is_simulated: Callable[[], bool], slept: Callable[[], float]) -> float:
-    return clock() + slept() if is_simulated() else clock()
-
-
-def _set_signal(real: Callable[..., Any], is_simulated: Callable[[], bool], number: Any, handler: Any) -> Any:
-    in_main = threading.current_thread() is threading.main_thread()
-    return real(number, handler) if in_main or not is_simulated() else signal.getsignal(number)
-
-
-def _rank_and_size(url: str) -> tuple[int, int]:
-    """Return what a rendezvous URL, or else the environment, says.
-
-    Example:
-        >>> _rank_and_size("tcp://127.0.0.1:29500?rank=1&world_size=2")
-        (1, 2)
-    """
-    import os
-    from urllib.parse import parse_qs, urlparse
-
-    said = parse_qs(urlparse(url).query)
-    rank = int(said["rank"][0]) if "rank" in said else int(os.environ["RANK"])
-    return rank, int(said["world_size"][0]) if "world_size" in said else int(os.environ["WORLD_SIZE"])
+    changes: list[tuple[Any, str, Any]] = [
+        (c10d, "_new_process_group_helper", make_group),
+        (dist.Backend, "backend_list", [*dist.Backend.backend_list, BACKEND]),
+        (time, "sleep", lambda seconds, /: sleep(float(seconds)) if is_simulated() else real_sleep(seconds)),
+        (signal, "signal", set_signal),
+        *((time, name, ahead(getattr(time, name))) for name in ("monotonic", "time", "perf_counter")),
+    ]
+    handlers = dict.fromkeys(("env", "tcp", "file"), meet)
+    with replaced(changes), mock.patch.dict(rendezvous._rendezvous_handlers, handlers):
+        isolate(True)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            isolate(False)

@@ -13,6 +13,10 @@ from distwrap.group.tensor_exchange import exchange_device
 from distwrap.group.tensors_apart import bytes_of
 from distwrap.supervision.order_check import SAME_CALLS
 
+_gather_into: Any = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name before torch 2.13
+
 
 def of_every_rank(value: Any, problem: str, call: str = "gather_object()") -> list[Any]:
     """Return every rank's value; raise the problem of any rank, or that they are in different calls, on every rank.
@@ -24,16 +28,16 @@ def of_every_rank(value: Any, problem: str, call: str = "gather_object()") -> li
     """
     secret = run_secret()
     mine = tensor_of(sign((call, problem, None), secret) if problem else _signed(call, value, secret))
-    sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([mine.numel()], device=mine.device))
-    longest = max(int(size) for size in sizes)
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=mine.device)
+    _gather_into(sizes, torch.tensor([mine.numel()], device=mine.device))
+    longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=mine.device)
     padded[: mine.numel()] = mine
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
+    received = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=mine.device)
+    _gather_into(received, padded)
+    data = bytes_of(received.cpu())
     messages = [
-        verify(bytes_of(message[: int(size)]), secret, rank)
-        for rank, (message, size) in enumerate(zip(received, sizes, strict=True))
+        verify(data[rank * longest : rank * longest + size], secret, rank) for rank, size in enumerate(sizes.tolist())
     ]
     for rank, (_, problem, _) in enumerate(messages):
         if problem:

@@ -66,7 +66,8 @@ class LearningRates(RunPart):
             for rank in own.watch.ranks:
                 if rank == self._world.placement.rank:
                     continue
-                for theirs in json.loads(self._channel.noted(own.key, rank) or "[]"):
+                noted = self._channel.noted(own.key, rank)
+                for theirs in json.loads(noted) if noted else ():
                     self._compare_with(rank, _Change(*theirs), own, type(optimizer).__name__)
 
     def _compare_with(self, rank: int, theirs: _Change, own: _Rates, name: str) -> None:

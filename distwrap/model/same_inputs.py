@@ -122,15 +122,14 @@ class InputsWatch:
         routing = self._held_routing()
         if not self._told or routing is None or not routing.is_looked_at:
             return
-        told = [json.loads(self._channel.noted(self._key, rank) or "[]") for rank in self._others]
-        alike = set[str]()
-        for number, digest in enumerate(self._told):
-            theirs = {each[number] if number < len(each) else "" for each in told}
-            if theirs - {digest, ""}:
+        told_by_all = len(self._told)
+        for rank in self._others:  # of which the first one has other inputs, where all is well
+            theirs = json.loads(self._channel.noted(self._key, rank) or "[]")
+            if any(one != other for one, other in zip(theirs, self._told, strict=False)):
                 self.stop()
                 return
-            if theirs == {digest}:
-                alike.add(digest)
+            told_by_all = min(told_by_all, len(theirs))
+        alike = set(self._told[:told_by_all])
         if len(alike) < 2 or sum(self._says[digest] for digest in alike) < _ENOUGH:
             return
         self.stop()

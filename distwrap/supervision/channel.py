@@ -139,7 +139,8 @@ class Channel:
     def noted(self, name: str, rank: int) -> str:
         """Return the text that a rank has left; empty where there is none."""
         with contextlib.suppress(RuntimeError):
-            return self._notes.read_on_board(f"note/{name}", rank) or self._texts.read(f"note/{name}/{rank}") or ""
+            noted, has_more = self._notes.read_on_board(f"note/{name}", rank)
+            return noted or (self._texts.read(f"note/{name}/{rank}") if has_more else "") or ""
         return ""
 
     def ring_others(self) -> None:

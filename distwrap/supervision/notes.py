@@ -14,6 +14,7 @@ from distwrap.network.keys import read
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.board import held
 
+_MORE = "more"  # on the board of a rank for which it had no room
 _SPARE = 2048  # bytes of the board for where the rank is, whatever else it notes
 
 
@@ -65,6 +66,7 @@ class RankNotes:
             has_room = self._bells.board.write(self._rank, self._on_board, spare)
             if not has_room:
                 del self._on_board[name]
+                self._on_board[_MORE] = True
                 self._bells.board.write(self._rank, self._on_board)  # what it noted before is no longer true
             return has_room
 
@@ -75,9 +77,12 @@ class RankNotes:
                 return False
             return self._bells.board.write(self._rank, self._on_board)
 
-    def read_on_board(self, name: str, rank: int) -> Any:
-        """Return what a rank has noted on the board by a name; ``None`` where it has not."""
-        return self._bells.board.read(rank).get(name) if self._bells.is_held else None
+    def read_on_board(self, name: str, rank: int) -> tuple[Any, bool]:
+        """Return what a rank has noted on the board by a name, or ``None``, and whether it has noted more elsewhere."""
+        if not self._bells.is_held:
+            return None, True
+        noted = self._bells.board.read(rank)
+        return noted.get(name), _MORE in noted
 
 
 def read_note(store: Store, name: str, rank: int) -> Any:

@@ -209,10 +209,10 @@ def test_a_board_that_is_full() -> None:
         assert os.stat(path).st_size == size
         assert read_note(store, "seen", 0) == here
         assert not notes.write_on_board("note/0", 5000 * "y")
-        assert notes.read_on_board("note/0", 0) is None, "what is no longer so"
+        assert notes.read_on_board("note/0", 0) == (None, True), "what is no longer so"
         assert notes.erase_from_board("note/1")
         assert not notes.erase_from_board("note/1")
-        assert notes.read_on_board("note/1", 0) is None
+        assert notes.read_on_board("note/1", 0) == (None, True)
         notes.write("seen", 20_000 * "z")
         assert read_note(store, "seen", 0) == 20_000 * "z"
         bells.close()

@@ -16,13 +16,7 @@ from distwrap.testing.simulation.scheduler import Rank, Scheduler
 FailAt = Callable[[int, int, str], Any]
 Fail = tuple[int, int] | FailAt
 
-_FILES = {
-    "os.rename": "rename",
-    "os.remove": "remove",
-    "os.mkdir": "mkdir",
-    "os.rmdir": "rmdir",
-    "os.truncate": "truncate",
-}
+_FILES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _watching: list[Scheduler] = []
 
 
@@ -32,10 +26,18 @@ def watched(scheduler: Scheduler, fail: Fail | None) -> Iterator[None]:
     if fail is None:
         yield
         return
-    if not callable(fail):
-        rank_that_dies, at = fail
-        fail = lambda rank, number, what: "die" if (rank, number) == (rank_that_dies, at) else None  # noqa: E731
-    scheduler.fails = _failing(scheduler, fail)
+
+    def at_event(rank: Rank, what: str) -> None:
+        at = rank.number, rank.events
+        how = fail(*at, what) if callable(fail) else "die" if at == fail else None
+        if how == "die":
+            scheduler.kill()
+        elif isinstance(how, BaseException):
+            raise how
+        elif how is not None:
+            scheduler.sleep(float(how))
+
+    scheduler.fails = at_event
     _hook_once()
     _watching.append(scheduler)
     try:
@@ -44,28 +46,14 @@ def watched(scheduler: Scheduler, fail: Fail | None) -> Iterator[None]:
         _watching.remove(scheduler)
 
 
-def _failing(scheduler: Scheduler, fail: FailAt) -> Callable[[Rank, str], None]:
-    def at_event(rank: Rank, what: str) -> None:
-        how = fail(rank.number, rank.events, what)
-        if how == "die":
-            scheduler.kill()
-        elif isinstance(how, BaseException):
-            raise how
-        elif how is not None:
-            scheduler.sleep(float(how))
-
-    return at_event
-
-
 @functools.cache
 def _hook_once() -> None:
     sys.addaudithook(_at_file)  # which cannot be taken away, and does nothing while nobody watches
 
 
 def _at_file(event: str, args: tuple[Any, ...]) -> None:
-    if not _watching or (event != "open" and event not in _FILES):
+    if not _watching or event not in _FILES:
         return
-    scheduler = _watching[-1]
     reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    if scheduler.current() is not None and isinstance(args[0], (str, bytes, os.PathLike)) and not reads:
-        scheduler.event(f"{_FILES.get(event, event)}({os.fsdecode(args[0])!r})")
+    if _watching[-1].current() is not None and isinstance(args[0], (str, bytes, os.PathLike)) and not reads:
+        _watching[-1].event(f"{event.removeprefix('os.')}({os.fsdecode(args[0])!r})")

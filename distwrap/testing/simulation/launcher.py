@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Literal
@@ -12,7 +11,7 @@ from typing import Literal
 from distwrap.devices.selection import visible_devices
 from distwrap.environments import distwrap_environment
 from distwrap.errors import OptionError, WorkerDiedError
-from distwrap.group import failures, setup
+from distwrap.group import setup
 from distwrap.launch import transport, worker
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.callers_models import given_models, say_what_stays
@@ -22,7 +21,6 @@ from distwrap.options import QUIET, switched_on
 from distwrap.strategies.base import Strategy
 from distwrap.testing.simulation.faults import Fail, watched
 from distwrap.testing.simulation.process_state import ProcessState
-from distwrap.testing.simulation.scheduler import Cancelled
 from distwrap.testing.simulation.simulation import Simulation
 from distwrap.wording import print_notice
 
@@ -52,36 +50,20 @@ class SimulateLauncher(Launcher):
             )
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
-        simulation, is_script = Simulation(job.nprocs, self.schedule), _is_script()
+        simulation, outcomes = Simulation(job.nprocs, self.schedule), list[Outcome]()
         places = [distwrap_environment.on_one_node(rank, job.nprocs) for rank in range(job.nprocs)]
-        outcomes: list[Outcome] = []
-        states = []
-        for place in places:
-            variables = distwrap_environment.variables(place, self.name, "simulated")
-            states.append(ProcessState(variables, owns_modules=is_script, modules=_own_main(is_script)))
-        bodies = [_rank(simulation, replace(plan, placement=place), outcomes) for place in places]
-        if not switched_on(os.environ, QUIET):
-            shared = "" if is_script else ", and share all modules"
-            print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
-        with watched(simulation.scheduler, self.fail):
-            # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
-            simulation.run(bodies, states, first_here=False)
-        if any(outcome.failed for outcome in outcomes):
-            return outcomes
-        for task in simulation.scheduler.main_tasks:
-            if task.rank.is_dead:
-                number, event = task.rank.number, task.rank.events
-                raise WorkerDiedError(f"rank {number} was killed at its event {event}.", rank=number)
-        if simulation.scheduler.failure is not None:
-            raise simulation.scheduler.failure
-        return outcomes
+        # In a notebook, and under pytest, the ranks share all modules.
+        main = sys.modules["__main__"]
+        is_script = os.path.isfile(getattr(main, "__file__", None) or "") and "pytest" not in sys.modules
 
+        def state(rank: int) -> ProcessState:
+            own = ModuleType("__main__")
+            own.__dict__.update(vars(main))
+            variables = distwrap_environment.variables(places[rank], self.name, "simulated")
+            return ProcessState(variables, {"__main__": own} if is_script else None)
 
-def _rank(simulation: Simulation, assignment: Assignment, outcomes: list[Outcome]) -> Callable[[], None]:
-    rank = assignment.placement.rank
-
-    def body() -> None:
-        try:
+        def body(rank: int) -> None:
+            assignment = replace(plan, placement=places[rank])
             assert assignment.payload is not None
             task = transport.unpack(assignment.payload)
             given = given_models(task)
@@ -90,25 +72,19 @@ def _rank(simulation: Simulation, assignment: Assignment, outcomes: list[Outcome
             packed = worker.packed(assignment, task, value, trained)
             setup.teardown_process_group()
             outcomes.append(success(rank, packed))
-        except Cancelled:
-            raise
-        except BaseException as error:  # noqa: BLE001 - told to the caller, as by any rank
-            if simulation.scheduler.failure is None:  # else this only follows from it
-                outcomes.append(failure(rank, failures.explained(error)))
-            simulation.scheduler.fail(error)
 
-    return body
-
-
-def _is_script() -> bool:
-    """Return whether a script runs: in a notebook and under pytest the ranks share all modules."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    return file is not None and os.path.isfile(file) and "pytest" not in sys.modules
-
-
-def _own_main(is_script: bool) -> dict[str, ModuleType]:
-    if not is_script:
-        return {}
-    main = ModuleType("__main__")
-    main.__dict__.update(vars(sys.modules["__main__"]))
-    return {"__main__": main}
+        if not switched_on(os.environ, QUIET):
+            shared = "" if is_script else ", and share all modules"
+            print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
+        with watched(simulation.scheduler, self.fail):
+            # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
+            failed = simulation.run(body, [state(rank) for rank in range(job.nprocs)], first_here=False)
+        if failed is not None and failed[0] is not None:
+            return [*outcomes, failure(failed[0], failed[1])]
+        for task in simulation.scheduler.tasks:
+            if task.rank.is_dead:
+                number, event = task.rank.number, task.rank.events
+                raise WorkerDiedError(f"rank {number} was killed at its event {event}.", rank=number)
+        if failed is not None:
+            raise failed[1]
+        return outcomes

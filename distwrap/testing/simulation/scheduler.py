@@ -12,8 +12,8 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from distwrap.errors import DeadlockError
@@ -21,12 +21,11 @@ from distwrap.supervision import stacks
 from distwrap.testing.simulation.process_state import ProcessState
 
 _ROUNDS = 3  # in which threads beside the ranks' main threads may still wake one of these
-# Wake-ups by the clock, and simulated seconds, after which ranks that only look again and again count as stuck.
-_POLLS, _PATIENCE = 2000, 1800.0
-_POLLS_FOR_THE_DEAD = 100  # nobody is to be waited for then
+# Moments of the clock, and simulated seconds, after which ranks that only look again and again count as stuck.
+_MOMENTS, _PATIENCE = 2000, 1800.0
+_MOMENTS_FOR_THE_DEAD = 100  # nobody is to be waited for then
 _INTERRUPT_SECONDS = 5.0  # for the thread whose turn it is to come to a wait after Ctrl-C
 _REFUSALS = 100  # errors that a thread which is to end may swallow
-
 
 Words = str | Callable[[], str]
 
@@ -35,47 +34,35 @@ class Cancelled(BaseException):
     """Raised in a rank where it waits, once the run has failed elsewhere."""
 
 
-@dataclass(eq=False)
 class Signal:
-    """What threads wait for, with the threads that do."""
+    """What threads wait for, with the threads that do; for one rank's threads it is a condition."""
 
-    waiting: list[Task] = field(default_factory=list)
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.waiting = scheduler, list[Task]()
 
+    def wait(self, timeout: float | None = None, words: Words = "a thread of its own") -> bool:
+        """Give up this thread's turn until the signal is told, or some simulated seconds have passed.
 
-@dataclass(eq=False)
-class Task:
-    """Thread of a simulated rank.
+        Args:
+            timeout: ``None`` for no limit.
+            words: what the thread waits for, or a function that returns it.
 
-    Attributes:
-        rank: the rank.
-        body: what it runs.
-        is_main: whether it is the rank's main thread; the others belong to distwrap.
-        thread: Python's thread, once it runs.
-        turn: a lock that is free while the thread may go on.
-        waits_for: in words, or a function that returns them, while it waits; empty while it is ready.
-        signal: what it waits for.
-        turns: how often it has gone on, to tell an old moment of the clock from the one for which it waits now.
-        timed_out: whether the clock has ended the wait.
-        has_ended: whether its body has returned or raised.
-        ended: told when it has.
-        refusals: how often it was told that it is to end.
-    """
+        Returns:
+            Whether the signal was told.
 
-    rank: Rank
-    body: Callable[[], object]
-    is_main: bool
-    thread: threading.Thread | None = None
-    turn: Any = field(default_factory=threading.Lock)
-    waits_for: Words = ""
-    signal: Signal | None = None
-    turns: int = 0
-    timed_out: bool = False
-    has_ended: bool = False
-    ended: Signal = field(default_factory=Signal)
-    refusals: int = 0
+        Raises:
+            Cancelled: the run has failed elsewhere.
+        """
+        return self.scheduler.wait(self, words, timeout)
 
-    def __post_init__(self) -> None:
-        self.turn.acquire()
+    def notify_all(self) -> None:
+        """Let whoever waits go on."""
+        self.scheduler.notify(self.waiting)
+
+    def __enter__(self) -> Signal:  # nothing changes within a turn
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 @dataclass(eq=False)
@@ -95,6 +82,54 @@ class Rank:
     is_dead: bool = False
 
 
+class Task:
+    """Thread of a simulated rank, with the methods of `threading.Thread`.
+
+    Attributes:
+        thread: Python's thread, once it runs.
+        turn: a lock that is free while the thread may go on.
+        waits_for: in words, or a function that returns them, while it waits; empty while it is ready.
+        signal: what it waits for.
+        turns: how often it has gone on, to tell an old moment of the clock from the one for which it waits now.
+        timed_out: whether the clock has ended the wait.
+        has_ended: whether its body has returned or raised.
+        ended: told when it has.
+        refusals: how often it was told that it is to end.
+    """
+
+    def __init__(self, scheduler: Scheduler, rank: Rank, body: Callable[[], object], *, is_main: bool) -> None:
+        self.scheduler, self.rank, self.body, self.is_main = scheduler, rank, body, is_main
+        self.thread: threading.Thread | None = None
+        self.turn: Any = threading.Lock()
+        self.turn.acquire()
+        self.waits_for: Words = ""
+        self.signal: Signal | None = None
+        self.turns = self.refusals = 0
+        self.timed_out = self.has_ended = False
+        self.ended = Signal(scheduler)
+
+    def start(self) -> None:
+        self.scheduler.tasks.append(self)
+        self.scheduler.make_ready(self)
+
+    def join(self, timeout: float | None = None) -> None:
+        while self in self.scheduler.tasks and not self.has_ended and self.ended.wait(timeout):
+            pass
+
+    def is_alive(self) -> bool:
+        return self in self.scheduler.tasks and not self.has_ended
+
+    def __str__(self) -> str:
+        """For what a rank waits, and where it is."""
+        name = f"rank {self.rank.number}"
+        if self.rank.is_dead or self.has_ended:
+            return f"{name} was killed" if self.rank.is_dead else f"{name} has returned"
+        ident = self.thread.ident if self.thread else None
+        where = stacks.locate(stacks.of_thread(ident))[1] if ident else ""
+        words = self.waits_for() if callable(self.waits_for) else self.waits_for
+        return f"{name} {f'waits for {words}' if words else 'is'}{f' at {where}' if where else ''}"
+
+
 class Scheduler:
     """Scheduler of the threads of one simulation.
 
@@ -102,41 +137,34 @@ class Scheduler:
         seed: draws the order; ``None`` for the order in which threads became ready.
 
     Attributes:
-        is_unwinding: whether all threads end after one was killed, and their handlers may have no effect any more.
+        tasks: all threads.
         failure: why the run ends; ``None`` while it goes on.
+        failed: the task that has raised it; ``None`` where no rank can go on.
         fails: called before each event of a rank; see `simulate`.
         slept: simulated seconds in which all have waited for a moment.
     """
 
     def __init__(self, seed: int | None = None) -> None:
+        self.tasks: list[Task] = []
+        self.failure: BaseException | None = None
+        self.failed: Task | None = None
+        self.fails: Callable[[Rank, str], None] = lambda rank, what: None
+        self.slept = 0.0
         self._random = None if seed is None else random.Random(seed)
         self._ready: deque[Task] = deque()
         self._moments: list[tuple[float, int, int, Task]] = []
         self._numbers = itertools.count()
-        self._tasks: dict[int, Task] = {}
-        self._all: list[Task] = []
-        self.slept = 0.0
-        self._polls, self._rounds, self._woken_at = 0, 0, 0.0
+        self._passed, self._rounds, self._woken_at = 0, 0, 0.0  # since a main thread was woken by another thread
+        self._here = threading.local()
         self._is_over = threading.Event()
         self._active: Rank | None = None
         self._interrupt: BaseException | None = None  # of a signal's handler
         self._ends = False  # each thread is told, where it waits, that it is to end
-        self.is_unwinding = False
-        self.failure: BaseException | None = None
-        self.fails: Callable[[Rank, str], None] = lambda rank, what: None
-
-    # The threads
-
-    def add(self, rank: Rank, body: Callable[[], object], *, is_main: bool) -> Task:
-        """Let a function run in a thread of a rank."""
-        task = Task(rank, body, is_main)
-        self._all.append(task)
-        self._ready.append(task)
-        return task
+        self._also_the_dead = False  # which end last
 
     def current(self) -> Task | None:
         """Return the task of this thread; ``None`` in a thread of which the simulation knows nothing."""
-        return self._tasks.get(threading.get_ident())
+        return getattr(self._here, "task", None)
 
     def run(self, *, first_here: bool) -> None:
         """Run all threads until the last has ended, or none can go on.
@@ -144,46 +172,37 @@ class Scheduler:
         Args:
             first_here: whether the first thread is this one, which gets signals.
         """
-        first = self._all[0]
+        first = self.tasks[0]
         if first_here:
             self._ready.remove(first)
             first.thread = threading.current_thread()
             self._hand_over(first)
             self._run(first)
-        elif (task := self._next()) is not None:
-            self._hand_over(task)
-        self._wait_for_all()
+        else:
+            self._pass_on()
+        self._until(self._is_over.wait)
         if self._active is not None:
             self._active.state.leave()
-        for task in self._all:
-            if task.thread not in (None, threading.current_thread()) and task.has_ended:
+        for task in self.tasks:
+            if task.has_ended and task.thread not in (None, threading.current_thread()):
                 assert task.thread is not None
                 task.thread.join()
 
-    def _wait_for_all(self) -> None:
-        try:
-            self._is_over.wait()
-        except BaseException as error:
-            self._interrupt = error
-            if not self._is_over.wait(_INTERRUPT_SECONDS):
-                raise
-
     def _run(self, task: Task) -> None:
-        ident = threading.get_ident()
-        self._tasks[ident] = task
-        self._await_turn(task)
+        self._here.task = task
+        self._until(task.turn.acquire)
         try:
             if not self._ends:
                 task.body()
         except Cancelled:
             pass
         except BaseException as error:  # noqa: BLE001 - of what ends a rank
-            self.fail(error)
+            self.fail(error, task)
         finally:
             task.has_ended = True
-            self.notify(task.ended)
-            del self._tasks[ident]
-            self._pass_on(task)
+            task.ended.notify_all()
+            self._here.task = None
+            self._pass_on()
 
     def _hand_over(self, task: Task) -> None:
         """Let a thread go on, which is this one's last act until its own turn."""
@@ -197,26 +216,22 @@ class Scheduler:
             task.thread.start()
         task.turn.release()
 
-    def _pass_on(self, task: Task) -> None:
+    def _pass_on(self) -> None:
         following = self._next()
-        if following is None:
-            self._is_over.set()
-        elif following is task:
-            task.turn.release()
-        else:
-            self._hand_over(following)
+        self._is_over.set() if following is None else self._hand_over(following)
 
-    def _await_turn(self, task: Task) -> None:
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                if task.turn.acquire(timeout=-1 if interrupt is None else _INTERRUPT_SECONDS):
-                    return
-            except BaseException as error:  # noqa: BLE001 - of a signal's handler, while another thread has its turn
-                interrupt = self._interrupt = error
-            else:
-                assert interrupt is not None
-                raise interrupt  # the other thread waits for something of which the simulation knows nothing
+    def _give_up_turn(self, task: Task) -> None:
+        self._pass_on()
+        self._until(task.turn.acquire)
+
+    def _until(self, wait: Callable[..., bool]) -> None:
+        """Wait; an error of a signal's handler meanwhile is raised where the thread whose turn it is waits next."""
+        try:
+            wait()
+        except BaseException as error:
+            self._interrupt = error
+            if not wait(timeout=_INTERRUPT_SECONDS):
+                raise  # the other thread waits for something of which the simulation knows nothing
 
     def _next(self) -> Task | None:
         """Return the thread whose turn it is; ``None`` if all have ended."""
@@ -232,88 +247,75 @@ class Scheduler:
 
     def _pass_time(self) -> bool:
         """Move the clock to the next moment for which a thread waits; return whether one does, or may be helped."""
-        if self._may_be_stuck():
+        if self._is_stuck():
             return False
         while self._moments:
             moment, _, turns, task = heapq.heappop(self._moments)
-            if task.turns != turns or not task.waits_for or not self._may_go_on(task):
-                continue
-            self.slept = max(self.slept, moment)
-            self._polls += 1
-            task.timed_out = True
-            self._make_ready(task)
-            return True
+            if task.turns == turns and task.waits_for and self._may_go_on(task):
+                self.slept = max(self.slept, moment)
+                self._passed += 1
+                task.timed_out = True
+                self.make_ready(task)
+                return True
         return False
 
-    def _may_be_stuck(self) -> bool:
+    def _is_stuck(self) -> bool:
         """Return whether the main threads wait for what only another rank can do, or look for it for too long."""
-        live = list(filter(self._may_go_on, self._all))
+        live = list(filter(self._may_go_on, self.tasks))
         timed = {id(task) for _, _, turns, task in self._moments if task.turns == turns}
-        if any(task.is_main and id(task) in timed for task in live):
-            if any(task.rank.is_dead for task in self._all):
-                return self._polls > _POLLS_FOR_THE_DEAD
-            return self._polls > _POLLS and self.slept - self._woken_at > _PATIENCE
-        self._rounds += 1
-        return self._rounds > _ROUNDS * sum(not task.is_main for task in live)
+        if not any(task.is_main and id(task) in timed for task in live):
+            self._rounds += 1
+            return self._rounds > _ROUNDS * sum(not task.is_main for task in live)
+        if any(task.rank.is_dead for task in self.tasks):
+            return self._passed > _MOMENTS_FOR_THE_DEAD
+        return self._passed > _MOMENTS and self.slept - self._woken_at > _PATIENCE
 
     def _end_stuck(self) -> bool:
         """Let all that have not ended go on, to learn that the run has failed; return whether there are any."""
-        if self.failure is None and any(task.is_main and self._may_go_on(task) for task in self._all):
-            self.failure = self.stuck()
-        self.is_unwinding = any(task.rank.is_dead for task in self._all)
-        self._ends = True  # also threads beside the ranks, which nobody has ended
-        left = list(filter(self._may_go_on, self._all))
+        if self.failure is None and any(task.is_main and self._may_go_on(task) for task in self.tasks):
+            self.failure = DeadlockError(
+                f"no rank can go on:\n{self.whereabouts()}\nEvery rank must call the same collectives in the same "
+                "order: look for a branch, a break, a return or a loop that differs between ranks."
+            )
+        self._also_the_dead = self._ends = True
+        left = list(filter(self._may_go_on, self.tasks))
         for task in left:
-            self._make_ready(task)
+            self.make_ready(task)
         return bool(left)
 
     def _may_go_on(self, task: Task) -> bool:
         if self._ends and task.thread is None:  # it has not begun
             task.has_ended = True
-        is_dead = task.rank.is_dead and not self.is_unwinding
+        is_dead = task.rank.is_dead and not self._also_the_dead
         return not (task.has_ended or is_dead or task.refusals > _REFUSALS)
 
-    def _make_ready(self, task: Task) -> None:
+    def make_ready(self, task: Task) -> None:
+        """Let a thread have a turn."""
         if task.signal is not None:
-            task.signal.waiting = [each for each in task.signal.waiting if each is not task]
+            task.signal.waiting.remove(task)
         task.signal, task.waits_for = None, ""
         self._ready.append(task)
 
     # What a thread may do in its turn
 
     def wait(self, signal: Signal, words: Words, seconds: float | None = None) -> bool:
-        """Give up this thread's turn until a signal is told, or some time has passed.
-
-        Args:
-            signal: what it waits for.
-            words: the same in words, or a function that returns them.
-            seconds: of the simulated clock; ``None`` for no limit.
-
-        Returns:
-            Whether the signal was told.
-
-        Raises:
-            Cancelled: the run has failed elsewhere.
-            DeadlockError: no rank can go on.
-        """
+        """See `Signal.wait`."""
         task = self._task()
-        self._refuse_after_failure(task)
         task.signal, task.waits_for, task.timed_out = signal, words, False
         signal.waiting.append(task)
         task.turns += 1
         if seconds is not None:
             heapq.heappush(self._moments, (self.slept + max(seconds, 0.0), next(self._numbers), task.turns, task))
-        self._pass_on(task)
-        self._await_turn(task)
+        self._give_up_turn(task)
         self._refuse_after_failure(task)
         return not task.timed_out
 
-    def notify(self, signal: Signal) -> None:
-        """Make ready whoever waits for a signal."""
-        for task in list(signal.waiting):
+    def notify(self, tasks: list[Task]) -> None:
+        """Let threads that wait go on."""
+        for task in list(tasks):
             if task.is_main:
-                self._polls, self._rounds, self._woken_at = 0, 0, self.slept
-            self._make_ready(task)
+                self._passed, self._rounds, self._woken_at = 0, 0, self.slept
+            self.make_ready(task)
 
     def event(self, what: str) -> None:
         """Note that this thread's rank begins a collective, a message, or an operation on a store or a file.
@@ -324,33 +326,30 @@ class Scheduler:
             Cancelled: the run has failed elsewhere.
         """
         task = self._task()
-        self._refuse_after_failure(task)
         task.rank.events += 1
         self.fails(task.rank, what)
         if self._random is not None and self._random.random() < 0.5:
             self._ready.append(task)
-            self._pass_on(task)
-            self._await_turn(task)
+            self._give_up_turn(task)
             self._refuse_after_failure(task)
 
     def sleep(self, seconds: float) -> None:
         """Let simulated seconds pass."""
-        self.wait(Signal(), f"a sleep of {seconds:g} s", seconds)
+        self.wait(Signal(self), f"a sleep of {seconds:g} s", seconds)
 
-    def fail(self, error: BaseException) -> None:
-        """End the run with an error: every other thread ends where it waits."""
+    def fail(self, error: BaseException, failed: Task | None = None) -> None:
+        """End the run with an error: every thread ends where it waits."""
         if self.failure is None:
-            self.failure, self._ends = error, True
-        for task in self._all:
+            self.failure, self.failed, self._ends = error, failed, True
+        for task in self.tasks:
             if task.waits_for and not task.has_ended:
-                self._make_ready(task)
+                self.make_ready(task)
 
     def kill(self) -> None:
         """Let no thread of this rank go on, as where its process is killed; its handlers have no effect at the end."""
         task = self._task()
         task.rank.is_dead = True
-        self._pass_on(task)
-        self._await_turn(task)  # when no other can go on any more
+        self._give_up_turn(task)  # until no other can go on any more
         raise Cancelled
 
     def _task(self) -> Task:
@@ -360,6 +359,7 @@ class Scheduler:
                 f"the thread {threading.current_thread().name!r} is none of a simulated rank: threads of your own, and "
                 "workers of loaders, cannot take part in collectives of simulated ranks."
             )
+        self._refuse_after_failure(task)
         return task
 
     def _refuse_after_failure(self, task: Task) -> None:
@@ -369,35 +369,10 @@ class Scheduler:
             return
         task.refusals += 1
         if task.refusals > _REFUSALS:  # it goes on all the same
-            self._pass_on(task)  # the others end without it
+            self._pass_on()  # the others end without it
             threading.Event().wait()
         raise Cancelled
 
-    # Words
-
-    def stuck(self) -> BaseException:
-        """Return the error of a run in which no rank can go on: for what each waits, and where."""
-        return DeadlockError(
-            f"no rank can go on:\n{self.whereabouts()}\nEvery rank must call the same collectives in the same order: "
-            "look for a branch, a break, a return or a loop that differs between ranks."
-        )
-
     def whereabouts(self) -> str:
         """Return in words where each rank is, a line for each."""
-        return "\n".join(map(self._where, self.main_tasks))
-
-    def _where(self, task: Task) -> str:
-        name = f"rank {task.rank.number}"
-        if task.rank.is_dead:
-            return f"{name} was killed"
-        if task.has_ended:
-            return f"{name} has returned"
-        where = stacks.locate(stacks.of_thread(task.thread.ident))[1] if task.thread and task.thread.ident else ""
-        at = f" at {where}" if where else ""
-        words = task.waits_for() if callable(task.waits_for) else task.waits_for
-        return f"{name} waits for {words}{at}" if words else f"{name} is{at or ' ready'}"
-
-    @property
-    def main_tasks(self) -> Iterator[Task]:
-        """The ranks' main threads, in the order of the ranks."""
-        return (task for task in self._all if task.is_main)
+        return "\n".join(str(task) for task in self.tasks if task.is_main)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType
+from unittest import mock
 
 from distwrap._internals.torch_devices import OneDevice, answered_for_ranks
 from distwrap.environments import distwrap_environment, torchrun
@@ -17,7 +18,6 @@ from distwrap.options import QUIET, switched_on
 from distwrap.seeding import seed_generators
 from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.process_state import ProcessState
-from distwrap.testing.simulation.scheduler import Cancelled
 from distwrap.testing.simulation.simulation import Simulation
 from distwrap.wording import print_notice
 
@@ -45,69 +45,50 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
     except SyntaxError as error:
         raise OptionError(f"{path}: {error}") from error
     simulation = Simulation(ranks, schedule)
-    failed: list[str] = []
     mode = OneDevice(simulation.device)
-    bodies = [_rank(simulation, rank, code, mode, failed, schedule or 0) for rank, code in enumerate(codes)]
+
+    def state(rank: int) -> ProcessState:
+        place = distwrap_environment.on_one_node(rank, ranks)
+        own = distwrap_environment.variables(place, "simulate", "")
+        del own[distwrap_environment.STORE]  # by which a rank is known as ours, where it is to be torchrun's
+        variables = {**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT, torchrun.AGENT: "simulated"}
+        return ProcessState(variables, {"__main__": ModuleType("__main__")})
+
+    def body(rank: int) -> None:
+        main = sys.modules["__main__"]
+        main.__file__ = str(script)
+        # torch's own generator begins alike in every process.
+        seed_generators(hash((schedule or 0, rank)) % 2**31, frozenset({"random", "numpy"}))
+        try:
+            with mode:
+                exec(codes[rank], vars(main))
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+
     if not switched_on(os.environ, QUIET):
         print_notice(
             f"{ranks} simulated ranks, threads of this process that take turns; every device is {simulation.device}"
         )
-    paths, argv = list(sys.path), sys.argv
-    sys.path.insert(0, str(script.parent))
-    sys.argv = [path, *arguments]
-    states = [
-        ProcessState(_variables(rank, ranks), owns_modules=True, modules={"__main__": ModuleType("__main__")})
-        for rank in range(ranks)
-    ]
-    try:
-        with answered_for_ranks(is_users, ranks, simulation.rank, mode, simulation.device):
-            import_before_group()
-            simulation.run(bodies, states, first_here=True)
-    finally:
-        sys.path[:], sys.argv = paths, argv
+    with (
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+        mock.patch.object(sys, "argv", [path, *arguments]),
+        answered_for_ranks(is_users, ranks, simulation.rank, mode),
+    ):
+        import_before_group()
+        failed = simulation.run(body, [state(rank) for rank in range(ranks)], first_here=True)
     sys.stdout.flush()  # what the ranks have printed comes first
-    for words in failed[:1]:
-        print(words, file=sys.stderr)
-    if simulation.scheduler.failure is not None and not failed:
-        print(f"distwrap: {simulation.scheduler.failure}", file=sys.stderr)
-    return int(simulation.scheduler.failure is not None)
+    if failed is not None:
+        print(f"distwrap: {_told(*failed)}", file=sys.stderr)
+    return int(failed is not None)
 
 
-def _variables(rank: int, ranks: int) -> dict[str, str]:
-    place = distwrap_environment.on_one_node(rank, ranks)
-    own = distwrap_environment.variables(place, "simulate", "")
-    del own[distwrap_environment.STORE]  # by which a rank is known as ours, where it is to be torchrun's
-    return {**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT, torchrun.AGENT: "simulated"}
-
-
-def _rank(
-    simulation: Simulation, rank: int, code: CodeType, mode: OneDevice, failed: list[str], schedule: int
-) -> Callable[[], None]:
-    def tell(error: BaseException, words: str) -> None:
-        if simulation.scheduler.failure is None:  # else this only follows from it
-            failed.append(words)
-        simulation.scheduler.fail(error)
-
-    def body() -> None:
-        main = sys.modules["__main__"]
-        main.__file__ = code.co_filename
-        # torch's own generator begins alike in every process.
-        seed_generators(hash((schedule, rank)) % 2**31, frozenset({"random", "numpy"}))
-        try:
-            with mode:
-                exec(code, vars(main))
-        except Cancelled:
-            raise
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                tell(error, f"distwrap: rank {rank} called sys.exit({error.code!r})")
-        except BaseException as error:  # noqa: BLE001 - told as Python tells it at the end of a script
-            trace = _without_ours(error.__traceback__)
-            words = "".join(traceback.format_exception(type(error), error, trace))
-            tell(error, f"distwrap: rank {rank} raised:\n{words}")
-
-    return body
-
-
-def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    return trace.tb_next if trace is not None else None
+def _told(rank: int | None, error: BaseException) -> str:
+    if rank is None:
+        return str(error)
+    if isinstance(error, SystemExit):
+        return f"rank {rank} called sys.exit({error.code!r})"
+    trace = error.__traceback__
+    for _ in range(3):  # our frames, around the script
+        trace = trace and trace.tb_next
+    return f"rank {rank} raised:\n{''.join(traceback.format_exception(type(error), error, trace))}"

@@ -1,16 +1,32 @@
-"""Store of simulated ranks: a table in this process, and threads that give up their turn while they wait for a key."""
+"""Store of simulated ranks: torch's own table, and threads that give up their turn while they wait for a key."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from distwrap.supervision.board import Board
 from distwrap.testing.simulation.scheduler import Scheduler, Signal
+
+
+class _Board(Board):
+    """Board of ranks of one process, which need not write their texts down."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks=ranks)
+        self._of = [dict[str, Any]() for _ in range(ranks)]
+
+    def write(self, rank: int, texts: dict[str, Any], spare: int = 0) -> bool:
+        self._of[rank] = dict(texts)
+        return True
+
+    def read(self, rank: int) -> dict[str, Any]:
+        return self._of[rank]
 
 
 class SimulatedStore(Store):
@@ -24,66 +40,45 @@ class SimulatedStore(Store):
         board: of the ranks, beside the store.
     """
 
+    timeout = timedelta(minutes=30)
+
     def __init__(self, scheduler: Scheduler, ranks: int) -> None:
         super().__init__()
-        self._scheduler, self._values = scheduler, dict[str, bytes]()
-        self._queues: defaultdict[str, list[bytes]] = defaultdict(list)
-        self._signals: defaultdict[str, Signal] = defaultdict(Signal)
-        self._timeout = timedelta(minutes=30)
-        self.board = Board(ranks=ranks, texts=True)
+        self._scheduler, self._table = scheduler, HashStore()
+        self._signals: defaultdict[str, Signal] = defaultdict(lambda: Signal(scheduler))
+        self.board = _Board(ranks)
 
-    def _event(self, what: str, key: str) -> None:
+    def _call(self, name: str, *args: Any) -> Any:
+        key = args[0] if args else ""
         if self._scheduler.current() is not None:  # the caller of the simulation reads it too
-            self._scheduler.event(f"store.{what}({key!r})")
+            self._scheduler.event(f"store.{name}({key!r})")
+        found = getattr(self._table, name)(*args)
+        if isinstance(key, str) and key in self._signals:
+            self._signals.pop(key).notify_all()
+        return found
 
-    def _write(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-        if key in self._signals:
-            self._scheduler.notify(self._signals.pop(key))
+    set = partialmethod(_call, "set")
+    add = partialmethod(_call, "add")
+    append = partialmethod(_call, "append")
+    check = partialmethod(_call, "check")
+    compare_set = partialmethod(_call, "compare_set")
+    delete_key = partialmethod(_call, "delete_key")
+    num_keys = partialmethod(_call, "num_keys")
+    queue_push = partialmethod(_call, "queue_push")
+    queue_len = partialmethod(_call, "queue_len")
+    list_keys = partialmethod(_call, "list_keys")
+    deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's native stores call them
 
-    def set(self, key: str, value: Any) -> None:
-        self._event("set", key)
-        self._write(key, _as_bytes(value))
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        self._event("compare_set", key)
-        found, wanted, new = self._values.get(key), _as_bytes(expected), _as_bytes(desired)
-        if found == wanted or (found is None and not wanted):
-            self._write(key, new)
-            return new
-        return wanted if found is None else found
-
-    def add(self, key: str, amount: int) -> int:
-        self._event("add", key)
-        value = int(self._values.get(key, b"0")) + amount
-        self._write(key, str(value).encode())
-        return value
-
-    def append(self, key: str, value: Any) -> None:
-        self._event("append", key)
-        self._write(key, self._values.get(key, b"") + _as_bytes(value))
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            while not self.check([key]):
+                seconds = None if timeout is None else timeout.total_seconds()
+                if not self._signals[key].wait(seconds, f"the key {key!r} of the store"):
+                    raise dist.DistStoreError(f"wait timeout after {seconds:g} s, keys: /{key}")
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._values[key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._event("wait", keys[0] if keys else "")
-        for key in keys:
-            while key not in self._values:
-                seconds = None if timeout is None else timeout.total_seconds()
-                if not self._scheduler.wait(self._signals[key], f"the key {key!r} of the store", seconds):
-                    raise dist.DistStoreError(f"wait timeout after {seconds:g} s, keys: /{key}")
-
-    def check(self, keys: list[str]) -> bool:
-        self._event("check", keys[0] if keys else "")
-        return all(key in self._values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        self._event("delete_key", key)
-        return self._values.pop(key, None) is not None
-
-    deleteKey = delete_key  # the names by which torch's native stores call it
+        return bytes(self._table.get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -92,27 +87,10 @@ class SimulatedStore(Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def queue_push(self, key: str, value: Any) -> None:
-        self._queues[key].append(_as_bytes(value))
-        self._scheduler.notify(self._signals[f"queue {key}"])
-
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        while not self._queues[key]:
-            if not block:
-                raise dist.QueueEmptyError(f"the queue {key!r} is empty")
-            self._scheduler.wait(self._signals[f"queue {key}"], f"the queue {key!r} of the store")
-        return self._queues[key].pop(0)
-
-    def queue_len(self, key: str) -> int:
-        return len(self._queues[key])
-
-    def num_keys(self) -> int:
-        return len(self._values)
-
-    getNumKeys = num_keys
-
-    def list_keys(self) -> list[str]:
-        return list(self._values)
+        while block and not self.queue_len(key):
+            self._signals[key].wait(words=f"the queue {key!r} of the store")
+        return bytes(self._table.queue_pop(key, False))
 
     def has_extended_api(self) -> bool:
         return True
@@ -121,12 +99,4 @@ class SimulatedStore(Store):
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-
-def _as_bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+        self.timeout = timeout
