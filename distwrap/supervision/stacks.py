@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
 from types import FrameType, TracebackType
 
 import torch
@@ -21,6 +22,7 @@ from distwrap.versions import LOOKS_COLLECT_GARBAGE
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 _END_OF_RUN = {(os.path.join(OURS, "group", "world.py"), name) for name in ("wait", "conclude")}
+_DEBUGGER = os.sep + "bdb.py"  # beyond it are Python's debugger, and what is typed there
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _OUR_LOOPS = {
     os.path.join(OURS, "data", "lockstep.py"): "lockstep",
@@ -105,7 +107,7 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
         >>> locate([("/home/me/train.py", 88, "main"), (_TORCH + "distributed/distributed_c10d.py", 3, "all_reduce")])
         ('all_reduce', 'train.py:88')
     """
-    stack = list(lines)
+    stack = list(takewhile(lambda line: not line[0].endswith(_DEBUGGER), lines))
     theirs = [index for index, (file, _, _) in enumerate(stack) if is_users(file)]
     if not theirs:  # user code that is installed as a library, or none
         theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((OURS, _TORCH, "<"))]

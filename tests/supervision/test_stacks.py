@@ -49,6 +49,8 @@ def test_code_that_is_installed() -> None:
     stack = [(f"{INSTALLED}/mylib/loop.py", 5, "fit"), (f"{TORCH}/x.py", 1, "all_reduce")]
     assert locate(stack) == ("all_reduce", "loop.py:5")
     assert locate([]) == ("", "an unknown place")
+    typed = [MAIN, ("/usr/lib/python3.12/bdb.py", 90, "trace_dispatch"), ("<stdin>", 1, "<module>")]
+    assert locate(typed)[1] == "train.py:88"  # not what is typed in a debugger
 
 
 def test_equal_places_stand_together() -> None:
