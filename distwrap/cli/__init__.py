@@ -45,6 +45,11 @@ COMMANDS = {
         "show what distwrap decides on this node and why, then test it with real ranks",
         ("", "--no-test", "--comm --weights 1e8"),
     ),
+    "prove": Command(
+        "prove",
+        "prove that a loop computes the same on several ranks as in one process, or name the first difference",
+        ("train.py", "--steps 40 train.py -- --epochs 1"),
+    ),
     "simulate": Command(
         "simulate",
         "run a script on several ranks in this process, for a debugger; a deadlock is an error at once",

@@ -1,6 +1,7 @@
 """``distwrap simulate``: a script on ranks that are threads of one process, which take turns."""
 
 import argparse
+import sys
 from typing import Any
 
 from distwrap.checks import AT_LEAST_ONE
@@ -23,7 +24,10 @@ def add_arguments(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the script, and return 1 if a rank has failed, or none can go on."""
-    from distwrap.testing.simulation.script import run_script
+    from distwrap.testing.simulation.script import failure_of
 
     words = given.arguments[1:] if given.arguments[:1] == ["--"] else given.arguments
-    return run_script(given.script, AT_LEAST_ONE("-n", given.nprocs), words, schedule=given.schedule)
+    failure = failure_of(given.script, AT_LEAST_ONE("-n", given.nprocs), words, schedule=given.schedule)
+    if failure:
+        print(f"distwrap: {failure}", file=sys.stderr)
+    return int(bool(failure))

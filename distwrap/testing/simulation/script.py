@@ -24,8 +24,8 @@ from distwrap.wording import print_notice
 _PORT = "29500"
 
 
-def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int | None = None) -> int:
-    """Run a script on simulated ranks, and return the exit code: 1 if a rank has failed, or none can go on.
+def failure_of(path: str, ranks: int, arguments: Sequence[str], *, schedule: int | None = None) -> str:
+    """Run a script on simulated ranks, and return in words why it has failed: a rank did, or none can go on.
 
     Args:
         path: the script's.
@@ -78,9 +78,7 @@ def run_script(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
         import_before_group()
         failed = simulation.run(body, [state(rank) for rank in range(ranks)], first_here=True)
     sys.stdout.flush()  # what the ranks have printed comes first
-    if failed is not None:
-        print(f"distwrap: {_told(*failed)}", file=sys.stderr)
-    return int(failed is not None)
+    return "" if failed is None else _told(*failed)
 
 
 def _told(rank: int | None, error: BaseException) -> str:

@@ -1,0 +1,42 @@
+"""``distwrap prove``: whether a loop computes the same on several ranks as in one process."""
+
+import argparse
+import json
+from typing import Any
+
+
+def add_arguments(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "prove",
+        description="Run the first steps of a loop in one process, and on 2, 3 and 4 simulated ranks, with the same "
+        "batches, and compare gradients, weights, learning rates, samples, and numbers that are printed or returned. "
+        "No device is needed. Exit code 0: equal; 1: something differs; 2: nothing could be proven.",
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], metavar="N", help="default: 2 3 4")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps to look at (default: 12)")
+    parser.add_argument("--batch", type=int, help="size of the batch of all ranks together")
+    parser.add_argument("--double", action="store_true", help="compute in float64")
+    parser.add_argument("--allow-writes", action="store_true", help="let the loop write outside of the proof's folder")
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    parser.add_argument("script", help="a Python file, with distwrap or with nothing but torch.distributed")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prove the script, print what was found, and return 0 if all is equal."""
+    from pathlib import Path
+
+    from distwrap.errors import OptionError
+    from distwrap.prove.proof import prove
+    from distwrap.prove.world import Program
+
+    if not Path(given.script).is_file():
+        raise OptionError(f"there is no script {given.script}")
+    words = given.arguments[1:] if given.arguments[:1] == ["--"] else given.arguments
+    path = str(Path(given.script).resolve())
+    program = Program(path, words, allow_writes=given.allow_writes, double=given.double)
+    proof = prove(program, ranks=given.ranks, steps=given.steps, batch=given.batch)
+    print(json.dumps(proof.as_json(), indent=1) if given.json else proof)
+    return proof.exit_code

@@ -1,0 +1,107 @@
+"""Mistakes that a loop on several ranks can have without a word, each with an id and what helps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    """One kind of mistake.
+
+    Attributes:
+        id: by which it is known everywhere.
+        name: in short.
+        what: what it is.
+        rule: what helps.
+    """
+
+    id: str
+    name: str
+    what: str
+    rule: str
+
+
+CATALOGUE = (
+    Mistake(
+        "DW101",
+        "sum-loss",
+        "the gradients of all ranks were added, or a loss was multiplied by the number of ranks",
+        "the exchange takes the mean over the ranks: let the loss be a mean over the rank's samples, and multiply by "
+        "no number of ranks",
+    ),
+    Mistake(
+        "DW102",
+        "divided-too-often",
+        "the loss is divided by the number of all ranks' samples, or by the number of ranks, once too often",
+        "the exchange takes the mean over the ranks already: divide by the rank's own samples alone",
+    ),
+    Mistake(
+        "DW103",
+        "uneven-mean",
+        "the mean over the ranks is not that over the samples: parts of unlike numbers of samples or tokens weigh "
+        "alike, or the loss is no mean over samples, as of pairs within the batch",
+        "weigh each rank's loss by its part with distwrap.scale_loss(), or gather() what the loss compares",
+    ),
+    Mistake(
+        "DW104",
+        "not-exchanged",
+        "the ranks step with gradients of their own",
+        "call the wrapped model itself, and leave the last backward before a step out of no_sync()",
+    ),
+    Mistake(
+        "DW105",
+        "exchanged-twice",
+        "the gradients were changed between the backward and the step, and differently than in one process",
+        "clip, scale or reduce gradients after their exchange, by a number that all ranks share",
+    ),
+    Mistake(
+        "DW201",
+        "samples-twice",
+        "several ranks train on the same samples",
+        "give the loader to distwrap.shard_loader(), or cut each batch with distwrap.split()",
+    ),
+    Mistake(
+        "DW202",
+        "samples-missing",
+        "some samples of the step are trained on by no rank",
+        "shard the data once: no slice, sampler or batch size by rank before shard_loader()",
+    ),
+    Mistake(
+        "DW203",
+        "other-samples",
+        "the ranks together train on other samples than one process does in this step",
+        "let all ranks shuffle alike, by one seed, and call set_epoch() on a sampler of your own",
+    ),
+    Mistake(
+        "DW204",
+        "number-of-a-part",
+        "a number that is printed, returned or decided by is of one rank's part",
+        "distwrap.mean(value, count) is the mean over all ranks' samples",
+    ),
+    Mistake(
+        "DW301",
+        "learning-rate",
+        "the learning rate depends on the number of ranks",
+        "scale it, and count the steps of a schedule, by what does not change with the ranks",
+    ),
+    Mistake(
+        "DW302",
+        "steps",
+        "the number of optimizer steps depends on the number of ranks",
+        "let no rank skip a step, or leave a loop, by itself: distwrap.agree() or distwrap.lockstep()",
+    ),
+    Mistake(
+        "DW401",
+        "weights-apart",
+        "the weights differ although the gradients and learning rates are alike",
+        "change weights, optimizer state and buffers on all ranks alike",
+    ),
+    Mistake(
+        "DW402",
+        "batch-statistics",
+        "layers normalize by the statistics of the rank's part of the batch",
+        "wrap_model(model, sync_batchnorm=True) takes those of the whole batch, on accelerators; or use GroupNorm",
+    ),
+    Mistake("DW501", "failed", "the loop fails on several ranks, and not in one process", "see the error"),
+)
+BY_NAME = {mistake.name: mistake for mistake in CATALOGUE}

@@ -1,0 +1,262 @@
+"""The first difference between a world of one process and a world of several ranks, and what may be its cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from distwrap.prove.observer import Seen, Step
+from distwrap.prove.world import World
+from distwrap.wording import named_ranks
+
+_EPSILONS = 4000.0  # of the type of numbers, by which tensors may differ in the first step
+_SHARE = 1e-3  # of the largest gradient of a step, below which one is as good as zero
+
+
+@dataclass
+class Difference:
+    """First difference of a world.
+
+    Attributes:
+        mistake: its name in the catalogue; empty where nothing differs.
+        step: the optimizer's step, from 1; 0 where it is in none.
+        place: the line of the user's.
+        what: the tensor or number.
+        how: in words.
+        ratio: to one process, where it is one number for all of them.
+    """
+
+    mistake: str = ""
+    step: int = 0
+    place: str = ""
+    what: str = ""
+    how: str = ""
+    ratio: float | None = None
+
+
+@dataclass
+class Comparison:
+    """Two worlds, compared.
+
+    Attributes:
+        ranks: of the second.
+        difference: the first one; its name is empty where all is equal.
+        steps: how many steps were compared.
+        compared: how many of each kind.
+        notes: what differs and is no mistake, and what was not seen.
+    """
+
+    ranks: int
+    difference: Difference = field(default_factory=Difference)
+    steps: int = 0
+    compared: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+
+def compare(one: World, several: World) -> Comparison:
+    """Compare a world of several ranks with that of one process."""
+    found = Comparison(several.size.ranks)
+    ranks = [several.seen.get(rank, Seen()) for rank in range(several.size.ranks)]
+    alone = one.seen.get(0, Seen())
+    for number, step in enumerate(alone.steps):
+        theirs = [seen.steps[number] for seen in ranks if number < len(seen.steps)]
+        if len(theirs) < len(ranks):
+            break
+        size = sum(step.samples.values())
+        if size % len(ranks) and size < max(sum(each.samples.values()) for each in alone.steps):
+            found.notes.append(
+                f"a last batch of {size} samples has uneven parts, and nothing was compared from there on"
+            )
+            return found
+        found.difference = _of_step(number + 1, step, theirs, found, alone)
+        if found.difference.mistake:
+            return found
+        found.steps += 1
+    counts = {len(seen.steps) for seen in ranks} | {len(alone.steps)}
+    if several.error and (counts != {len(alone.steps)} or not one.error):
+        found.difference = Difference("failed", found.steps + 1, how=several.error)
+    elif len(counts) > 1:
+        made = ", ".join(f"{len(seen.steps)} on rank {rank}" for rank, seen in enumerate(ranks))
+        place = alone.steps[0].place if alone.steps else ""
+        found.difference = Difference("steps", 0, place, "steps", f"{len(alone.steps)} in one process, {made}")
+    else:
+        found.difference = _of_numbers(alone, ranks, found)
+    return found
+
+
+def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference:
+    place = several[0].place
+    for rank, step in enumerate(several):
+        if step.rates != one.rates:
+            how = f"{step.rates} on rank {rank}, {one.rates} in one process"
+            ratio = step.rates[0] / one.rates[0] if one.rates and step.rates and one.rates[0] else None
+            return Difference("learning-rate", number, place, "the learning rate", how, ratio)
+    found.compared["learning rates"] += len(one.rates)
+    samples = _of_samples(one, several, found)
+    before = _of_tensors([each.after_backward for each in several], one.after_backward, number)
+    at_step = _of_tensors([each.gradients for each in several], one.gradients, number)
+    if before or at_step:
+        names = list(before or at_step)
+        ratio = _common_ratio(before or at_step)
+        what = _names(names, one.gradients)
+        mistake, how = _cause(before, at_step, samples, ratio, several, alone)
+        return Difference(mistake, number, place, f"the gradients of {what}", how, ratio)
+    found.compared["gradients"] += len(one.gradients)
+    weights = _of_tensors([each.weights for each in several], one.weights, number)
+    if weights:
+        how = _ranks_that_differ([each.weights for each in several], one.weights, next(iter(weights)), number)
+        return Difference("weights-apart", number, place, f"the weights of {_names(list(weights), one.weights)}", how)
+    found.compared["weights"] += len(one.weights)
+    buffers = _of_tensors([each.buffers for each in several], one.buffers, number)
+    if buffers and not alone.statistics:
+        return Difference("weights-apart", number, place, f"the buffers {_names(list(buffers), one.buffers)}")
+    if buffers:
+        found.notes.append("running statistics of BatchNorm are those of a rank's part")
+    found.compared["buffers"] += len(one.buffers)
+    for name, sums in one.state.items():
+        theirs = [each.state[name] for each in several if each.state.get(name)]
+        wrong = [each for each in theirs if len(each) == len(sums) and not _near(each, sums, number)]
+        if wrong:
+            return Difference("weights-apart", number, place, f"the optimizer's state of {name}", f"{wrong[0]}, {sums}")
+    found.compared["optimizer state"] += len(one.state)
+    losses = [sum(each.losses) for each in several]
+    if losses and one.losses and _near([sum(losses) / len(losses)], [sum(one.losses)], number):
+        found.compared["losses"] += 1
+    return Difference()
+
+
+def _of_samples(one: Step, several: list[Step], found: Comparison) -> str:
+    """Return how the samples of a step differ: the name of a mistake, "unknown" where they cannot be told, or ""."""
+    together: Counter[int] = sum((each.samples for each in several), Counter())
+    if together == one.samples:
+        found.compared["samples"] += sum(together.values())
+        return ""
+    known = sum((together & one.samples).values())
+    owners = Counter(digest for step in several for digest in step.samples)
+    if any(owners[digest] > 1 and together[digest] > one.samples.get(digest, 0) for digest in owners):
+        return "samples-twice"
+    if not known:
+        return "unknown" if one.samples else ""
+    return "samples-missing" if not together - one.samples else "other-samples"
+
+
+def _of_tensors(several: list[dict[str, Tensor]], one: dict[str, Tensor], step: int) -> dict[str, list[float]]:
+    """Return the tensors that differ, each with its ratio to one process on each rank; NaN where it is no number."""
+    scale = max((float(each.double().norm()) for each in one.values()), default=0.0)
+    differ: dict[str, list[float]] = {}
+    for name, mine in one.items():
+        theirs = [each[name] for each in several if name in each]
+        ratios = [_ratio(mine, each, scale, step) for each in theirs]
+        if not theirs and float(mine.double().norm()) > _SHARE * scale:
+            ratios = [0.0]
+        if any(ratio != 1.0 for ratio in ratios):
+            differ[name] = ratios
+    return differ
+
+
+def _ratio(one: Tensor, other: Tensor, scale: float, step: int) -> float:
+    """Return by which number a tensor is another's multiple: 1 where they are equal, NaN where there is none."""
+    if one.shape != other.shape:
+        return float("nan")
+    a, b = one.double().flatten(), other.double().flatten()
+    tolerance = _EPSILONS * torch.finfo(one.dtype if one.is_floating_point() else torch.float32).eps * (step + 1)
+    size = float(a.norm())
+    if float((a - b).norm()) <= tolerance * max(size, _SHARE * scale):
+        return 1.0
+    ratio = float(a @ b) / size**2 if size else float("nan")
+    return ratio if size and float((b - ratio * a).norm()) <= 50 * tolerance * float(b.norm()) else float("nan")
+
+
+def _common_ratio(differ: Mapping[str, list[float]]) -> float | None:
+    ratios = [ratio for each in differ.values() for ratio in each]
+    first = ratios[0]
+    return first if all(abs(ratio - first) <= 1e-3 * abs(first) for ratio in ratios) else None
+
+
+def _cause(
+    before: dict[str, list[float]],
+    at_step: dict[str, list[float]],
+    samples: str,
+    ratio: float | None,
+    several: list[Step],
+    alone: Seen,
+) -> tuple[str, str]:
+    """Return the name of the mistake, and how the gradients differ."""
+    size = len(several)
+    if not before:
+        return "exchanged-twice", "they were alike after the backward, and are not in the step"
+    apart = [name for name in before if _are_apart([each.after_backward.get(name) for each in several])]
+    if apart and len({tuple(step.losses) for step in several}) > 1:
+        return (
+            "not-exchanged",
+            f"each rank has its own (loss {', '.join(f'{sum(each.losses):.4g}' for each in several)})",
+        )
+    words = "" if ratio is None else f"{ratio:.3f} times those of one process"
+    if samples in ("samples-twice", "samples-missing", "other-samples"):
+        return samples, words or "they are of other samples"
+    if ratio is not None and abs(ratio - size) < 0.01 * size:
+        return "sum-loss", words
+    if ratio is not None and abs(ratio * size - 1) < 0.01:
+        return "divided-too-often", words
+    if alone.statistics:
+        return "batch-statistics", words or "the ranks' parts of a batch are normalized apart"
+    return "uneven-mean", words or "they are no multiple of those of one process"
+
+
+def _are_apart(tensors: Iterable[Tensor | None]) -> bool:
+    there = [each for each in tensors if each is not None]
+    return any(_ratio(there[0], each, 0.0, 1) != 1.0 for each in there[1:])
+
+
+def _ranks_that_differ(several: list[dict[str, Tensor]], one: dict[str, Tensor], name: str, step: int) -> str:
+    wrong = [
+        rank for rank, each in enumerate(several) if name in each and _ratio(one[name], each[name], 0.0, step) != 1.0
+    ]
+    return f"on {named_ranks(wrong)}" if len(wrong) < len(several) else "on all ranks"
+
+
+def _near(one: list[float], other: list[float], step: int) -> bool:
+    tolerance = 1e-3 * (step + 1) ** 0.5
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-6) for a, b in pairs)
+
+
+def _of_numbers(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference:
+    """Compare what was printed and returned."""
+    if alone.returned is not None and ranks[0].returned is not None:
+        if not _near(alone.returned, ranks[0].returned, found.steps):
+            how = f"{_few(ranks[0].returned)} on rank 0, {_few(alone.returned)} in one process"
+            return Difference("number-of-a-part", 0, "", "what the function returned", how)
+        found.compared["returned numbers"] += len(alone.returned)
+    theirs = [(seen.printed, rank) for rank, seen in enumerate(ranks) if seen.printed]
+    if theirs and [len(numbers) for *_, numbers in theirs[0][0]] == [len(numbers) for *_, numbers in alone.printed]:
+        for (place, _, mine), (_, _, numbers) in zip(alone.printed, theirs[0][0], strict=True):
+            if not _near(mine, numbers, found.steps):
+                how = f"{_few(numbers)} on rank {theirs[0][1]}, {_few(mine)} in one process"
+                return Difference("number-of-a-part", 0, place, "what was printed", how)
+        found.compared["printed numbers"] += sum(len(numbers) for *_, numbers in alone.printed)
+    elif theirs and alone.printed:
+        found.notes.append("the ranks print other lines than one process, which were not compared")
+    return Difference()
+
+
+def _few(numbers: list[float]) -> str:
+    return ", ".join(f"{number:.6g}" for number in numbers[:4])
+
+
+def _names(differ: list[str], everything: Mapping[str, Tensor]) -> str:
+    """Return names of tensors, in short: all, those of one part of the model, or the first of them."""
+    if set(differ) == set(everything):
+        return "all parameters" if len(differ) > 1 else differ[0]
+    tops = {name.partition(".")[0] for name in differ}
+    if (
+        len(tops) == 1
+        and all(name in differ for name in everything if name.partition(".")[0] in tops)
+        and len(differ) > 1
+    ):
+        return f"only {next(iter(tops))}.*"
+    return f"only {', '.join(differ[:3])}{' and others' if len(differ) > 3 else ''}"

@@ -1,0 +1,257 @@
+"""What each rank of a world does in its first steps: losses, samples, gradients, weights, learning rates, numbers."""
+
+from __future__ import annotations
+
+import re
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from distwrap._internals.torch_prove import hooked_backward
+from distwrap.model.transparent import unwrap_model
+from distwrap.places import place
+from distwrap.supervision import stacks
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
+_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass
+class Step:
+    """One step of one optimizer on one rank.
+
+    Attributes:
+        optimizer: its number on this rank, in the order of the first steps.
+        place: the line of the user's that has made it.
+        losses: of the backwards since the last step.
+        samples: how often a row was an input of a model that was trained, by a digest.
+        after_backward: gradients, by the names of parameters, after the last backward.
+        gradients: the same when the optimizer made its step.
+        weights: after it.
+        rates: learning rates of its groups.
+        state: sums of its state's tensors, by parameters.
+        buffers: of the models, after it.
+    """
+
+    optimizer: int
+    place: str
+    losses: list[float] = field(default_factory=list)
+    samples: Counter[int] = field(default_factory=Counter)
+    after_backward: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    state: dict[str, list[float]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Seen:
+    """What one rank has done.
+
+    Attributes:
+        steps: of its optimizers, in order.
+        printed: numbers that it has printed, by the line of the user's, each with how many steps it had made.
+        random: names of modules that draw random numbers in training.
+        statistics: names of modules that normalize by the statistics of a batch.
+        evaluations: number of batches that models were given without gradients.
+        returned: numbers in what its function has returned.
+        has_ended: whether it has come to the end of the script.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    printed: list[tuple[str, int, list[float]]] = field(default_factory=list)
+    random: list[str] = field(default_factory=list)
+    statistics: list[str] = field(default_factory=list)
+    evaluations: int = 0
+    returned: list[float] | None = None
+    has_ended: bool = False
+
+
+class _Rank:
+    """Observer of one rank."""
+
+    def __init__(self) -> None:
+        self.seen = Seen()
+        self.optimizers: dict[int, int] = {}
+        self.roots: dict[int, nn.Module] = {}
+        self.inner = set[int]()
+        self.names: dict[int, str] = {}
+        self.losses, self.samples = list[float](), Counter[int]()
+        self.after_backward: dict[str, Tensor] = {}
+
+    def call(self, module: nn.Module, args: Any) -> None:
+        """Take note of a call of a model: one that is no part of another."""
+        if id(module) not in self.roots:
+            if id(module) in self.inner:
+                return
+            self._add(module)
+        if not (torch.is_grad_enabled() and module.training):
+            self.seen.evaluations += not torch.is_grad_enabled()
+            return
+        tensors = [each for each in args if isinstance(each, Tensor) and each.dim() and not each.requires_grad]
+        for row in range(len(tensors[0])) if tensors else ():
+            own = [each[row].contiguous() for each in tensors if len(each) == len(tensors[0])]
+            self.samples[zlib.crc32(b"".join(each.cpu().numpy().tobytes() for each in own))] += 1
+
+    def _add(self, root: nn.Module) -> None:
+        number = len(self.roots)
+        for name, module in root.named_modules(remove_duplicate=False):
+            self.inner.add(id(module))
+            self.roots.pop(id(module), None)
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+                self.seen.random.append(name)
+                module.p = 0.0  # in this child process: no rank draws what one process does
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                self.seen.statistics.append(name)
+        self.roots[id(root)] = root
+        kind = type(unwrap_model(getattr(root, "module", root))).__name__
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            plain = _plain(name)
+            self.names[id(parameter)] = f"{kind}.{plain}" if number else plain
+
+    def end_backward(self, losses: list[float]) -> None:
+        self.losses += losses
+        self.after_backward = {
+            name: _whole(parameter.grad)
+            for root in self.roots.values()
+            for parameter in root.parameters()
+            if parameter.grad is not None and (name := self.names.get(id(parameter), ""))
+        }
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
+        step = Step(number, _place(), self.losses, self.samples)
+        named = list(self._named(optimizer))
+        step.gradients = {name: _whole(each.grad) for name, each in named if each.grad is not None}
+        step.after_backward = {
+            name: self.after_backward[name] for name in step.gradients if name in self.after_backward
+        }
+        step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        self.losses, self.samples = [], Counter()
+        self.seen.steps.append(step)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        step = self.seen.steps[-1]
+        step.weights = {name: _whole(each) for name, each in self._named(optimizer)}
+        for name, each in self._named(optimizer):
+            state = optimizer.state.get(each, {})
+            step.state[name] = [float(value.double().abs().sum()) for value in state.values() if type(value) is Tensor]
+        step.buffers = {
+            _plain(name): buffer.detach().clone()
+            for root in self.roots.values()
+            for name, buffer in root.named_buffers()
+        }
+
+    def _named(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                yield self.names.setdefault(id(parameter), f"parameter {index}"), parameter
+
+
+class Observer:
+    """Observer of all ranks of a world.
+
+    Args:
+        rank: returns the rank whose turn it is.
+        steps: after how many steps a rank has been seen enough.
+        enough: called on a rank then; it does not return.
+    """
+
+    def __init__(self, rank: Callable[[], int], steps: int, enough: Callable[[], None]) -> None:
+        self._rank, self._limit, self._enough = rank, steps, enough
+        self.ranks: dict[int, _Rank] = {}
+
+    @property
+    def seen(self) -> dict[int, Seen]:
+        """What each rank has done."""
+        return {number: rank.seen for number, rank in sorted(self.ranks.items())}
+
+    def here(self) -> _Rank:
+        """Return what is known of the rank whose turn it is."""
+        return self.ranks.setdefault(self._rank(), _Rank())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take note of all that the ranks do within a ``with``."""
+        handles = [
+            register_module_forward_pre_hook(lambda module, args: self.here().call(module, args)),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self.here().begin_step(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer)),
+        ]
+        out, sys.stdout = sys.stdout, _Printing(sys.stdout, self)  # type: ignore[assignment]
+        try:
+            with hooked_backward(lambda losses: self.here().end_backward(losses)):
+                yield
+        finally:
+            sys.stdout = out
+            for handle in handles:
+                handle.remove()
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        rank = self.here()
+        rank.end_step(optimizer)
+        if len(rank.seen.steps) >= self._limit:
+            self._enough()
+
+
+class _Printing:
+    """Standard output that also takes note of the numbers."""
+
+    def __init__(self, out: TextIO, observer: Observer) -> None:
+        self._out, self._observer = out, observer
+
+    def write(self, text: str) -> int:
+        if numbers := numbers_in(text):
+            rank = self._observer.here()
+            rank.seen.printed.append((_place(), len(rank.seen.steps), numbers))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+
+def numbers_in(value: Any) -> list[float]:
+    """Return the numbers in a text, or in what a function has returned.
+
+    Example:
+        >>> numbers_in("epoch 3: loss 0.25, 1e-3 of resnet50")
+        [3.0, 0.25, 0.001]
+    """
+    if isinstance(value, str):
+        return [float(each) for each in _NUMBER.findall(value)]
+    if isinstance(value, (bool, int, float)):
+        return [float(value)]
+    if isinstance(value, Tensor):
+        return [float(each) for each in _whole(value).flatten()[:100].double().tolist()]
+    if isinstance(value, dict):
+        return [number for each in value.values() for number in numbers_in(each)]
+    return [number for each in value for number in numbers_in(each)] if isinstance(value, (list, tuple)) else []
+
+
+def _place() -> str:
+    frame = stacks.users_frame()
+    return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _plain(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _whole(value: Any) -> Tensor:
+    """Return a copy of a tensor, put together where it is divided among the ranks."""
+    value = value.detach()
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return (whole.to_dense() if whole.layout != torch.strided else whole).to("cpu", copy=True)

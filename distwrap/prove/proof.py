@@ -1,0 +1,126 @@
+"""A proof: worlds of one process and of several ranks, and in words what was found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from distwrap.errors import OptionError
+from distwrap.group.setup import import_before_group
+from distwrap.prove.catalogue import BY_NAME
+from distwrap.prove.comparison import Comparison, compare
+from distwrap.prove.world import Program, Size, World, common_batch, run
+
+
+@dataclass
+class Proof:
+    """What a proof has found.
+
+    Attributes:
+        verdict: ``"equal"``, ``"differs"``, ``"not comparable"``, or ``"failed"`` where one process fails already.
+        comparisons: with each number of ranks.
+        notes: what was changed, and what was not seen.
+    """
+
+    verdict: str
+    comparisons: list[Comparison]
+    notes: list[str]
+
+    @property
+    def mistake(self) -> str:
+        """The name of the first mistake in the catalogue; empty without one."""
+        return next((each.difference.mistake for each in self.comparisons if each.difference.mistake), "")
+
+    @property
+    def exit_code(self) -> int:
+        """0 where all is equal, 1 where something differs, 2 where nothing could be proven."""
+        return {"equal": 0, "differs": 1}.get(self.verdict, 2)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as JSON has it."""
+        known = BY_NAME.get(self.mistake)
+        return {
+            "verdict": self.verdict,
+            "id": known.id if known else "",
+            "mistake": self.mistake,
+            "comparisons": [asdict(each) for each in self.comparisons],
+            "notes": self.notes,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict}: {self._what()}"]
+        wrong = [each for each in self.comparisons if each.difference.mistake]
+        if wrong:
+            first = wrong[0].difference
+            known = BY_NAME[first.mistake]
+            step = f"step {first.step}, " if first.step else ""
+            lines.append(f"  {step}{first.what}{f' at {first.place}' if first.place else ''}")
+            lines += [f"  on {each.ranks} ranks: {each.difference.how}" for each in wrong if each.difference.how]
+            lines.append(f"  {known.id} {known.name}: {known.what}.")
+            lines.append(f"  What helps: {known.rule}.")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def _what(self) -> str:
+        ranks = " and ".join(str(each.ranks) for each in self.comparisons) or "no"
+        counts: Counter[str] = Counter()
+        for each in self.comparisons:
+            counts |= each.compared
+        steps = min((each.steps for each in self.comparisons), default=0)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        return f"{steps} steps in one process and on {ranks} ranks" + (f" ({kinds})" if kinds else "")
+
+
+def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), steps: int = 12, batch: int | None = None) -> Proof:
+    """Run the first steps of a program in one process and on several simulated ranks, and compare them.
+
+    Args:
+        program: what is proven.
+        ranks: numbers of ranks.
+        steps: of optimizers, after which a rank has been seen enough.
+        batch: size of the batch of all ranks together, which all numbers of ranks divide.
+
+    Raises:
+        OptionError: a number of ranks does not divide the batch, or is below 2.
+    """
+    for number in ranks:
+        if number < 2 or (batch or 12 * number) % number:
+            raise OptionError(
+                f"a proof compares one process with 2 ranks or more, which divide the batch; got {number}."
+            )
+    import_before_group()
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports for two seconds what every world needs
+    by_hand = not program.is_decorated
+    one = run(program, Size(1, batch=batch), steps) if not by_hand else None
+    if one is not None and one.error:
+        return Proof("failed", [], [f"in one process it fails: {one.error}"])
+    comparisons = []
+    for number in ranks if not by_hand else [each for each in ranks if each != 3]:
+        alone = one or run(program, Size(1, times=number), steps)
+        comparisons.append(compare(alone, run(program, Size(number, times=int(by_hand), batch=batch), steps)))
+        one = None if by_hand else one
+    notes = _notes(one, batch) + sorted({note for each in comparisons for note in each.notes})
+    differs = any(each.difference.mistake for each in comparisons)
+    seen = sum(each.compared["gradients"] + each.compared["returned numbers"] for each in comparisons)
+    verdict = "differs" if differs else "equal" if seen else "not comparable"
+    return Proof(verdict, comparisons, notes)
+
+
+def _notes(one: World | None, batch: int | None) -> list[str]:
+    if one is None:
+        return []
+    notes, seen = [], one.seen.get(0)
+    if changed := [size for size in one.sizes if (batch or common_batch(size)) != size]:
+        sizes = ", ".join(f"{size} is {batch or common_batch(size)}" for size in changed)
+        notes.append(f"the batch of all ranks together is one that 2, 3 and 4 divide: {sizes}")
+    if seen is not None:
+        if seen.random:
+            notes.append(f"random layers were switched off: {', '.join(seen.random[:3])}")
+        if not seen.evaluations:
+            notes.append("no evaluation was seen")
+        if not seen.has_ended:
+            notes.append("the end of the loop was not seen")
+    return notes
