@@ -6,6 +6,7 @@
 #     what has passed. ROWS=slurm,mpi is two of them; WORDS=--due is those that a change makes due.
 # make gpu-report: what there is to show on a GPU, with the torch that is installed where PYTHON is: tests marked gpu,
 #     README's program, an example. Without a GPU it is dry: pretended devices, and the CPU. See docs/guides/accelerators.md.
+# make prove: every loop of the tests is proven, right ones and planted mistakes, and the examples; minutes
 # make corpus: programs as users wrote them at one commit, on two ranks: what gives something else now? ONLY=docs/howto
 #     runs some. Not part of CI.
 # make test-versions: tests with each torch and Python of noxfile.py, in environments that are removed afterwards; takes
@@ -41,7 +42,7 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-slow test-all nightly gpu-report corpus test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
+.PHONY: demo test test-slow test-all nightly prove gpu-report corpus test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/demo.py
@@ -65,6 +66,9 @@ gpu-report:
 	$(PYTHON) -m tests.gpu_report
 
 ONLY ?= .
+prove: $(VENV)/.installed-test
+	JOBS="$(JOBS)" $(bin)/python -m tests.nightly --rows prove
+
 corpus: $(VENV)/.installed-test
 	$(bin)/python -m tests.corpus --only '$(ONLY)'
 

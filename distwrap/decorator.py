@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from distwrap.comm.base import Algorithm
     from distwrap.launch.base import Launcher
     from distwrap.precision.base import Precision
+    from distwrap.prove.proof import Proof
     from distwrap.registry import AlgorithmName, LauncherName, PrecisionName, StrategyName
     from distwrap.strategies.base import Strategy
 
@@ -76,6 +79,11 @@ class Distributed(Protocol[P, R, Value_co]):
     def options(self, *, returns: Literal["all"], **options: Unpack[GivenOptions]) -> Distributed[P, R, list[R]]: ...
     def options(self, **options: Any) -> Any:
         """Return the same function with other options, for one call: ``train.options(nprocs=4)(…)``."""
+
+    def prove(
+        self, *, ranks: Sequence[int] = (2, 3, 4), steps: int = 12, batch: int | None = None
+    ) -> Callable[P, Proof]:
+        """Return a function that proves a call of this one: ``train.prove()(…)``; see `distwrap.testing.prove`."""
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Distributed[P, R, Value_co]: ...
@@ -144,7 +152,7 @@ class DistributedFunction(DecoratedFunction):
             wrapped, args = wrapped.__wrapped__, (instance, *args)
         is_outermost = active_world() is None  # within a run, our frames tell in what a rank has failed
         try:
-            options = base.with_environment(os.environ).updated(given, where=".options()")
+            options = base.with_environment(os.environ).updated(given, where=".options()").simulated(os.environ)
             of_environment = {name for variable, name in VARIABLES.items() if os.environ.get(variable)}
             task = Task(wrapped, args, kwargs, options, (asked - of_environment) | given.keys())
             return start(task)  # DISTWRAP_TRACEBACK=full shows the frames of distwrap
@@ -166,8 +174,16 @@ class DistributedFunction(DecoratedFunction):
             )
         return DistributedFunction(self.__wrapped__, *self._self_updated(options))
 
+    def prove(
+        self, *, ranks: Sequence[int] = (2, 3, 4), steps: int = 12, batch: int | None = None
+    ) -> Callable[..., Proof]:
+        """Return a function that proves a call of this one: ``train.prove()(…)``; see `distwrap.testing.prove`."""
+        # By its name: it is above all that a decorated function needs.
+        prove = importlib.import_module("distwrap.testing").prove
+        return functools.partial(prove, self, ranks=ranks, steps=steps, batch=batch)
+
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), "options"]
+        return [*super().__dir__(), "options", "prove"]
 
     def _self_updated(self, options: dict[str, Any]) -> tuple[Options, frozenset[str], dict[str, Any]]:
         base, asked, given = self._self_settings

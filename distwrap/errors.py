@@ -24,7 +24,8 @@ DistwrapError
 ├── StateDictError (ValueError)           keys collide, or do not fit the model
 ├── CheckpointError (RuntimeError)        a checkpoint could not be written, or holds what is not safe to load
 ├── ConversionError (ValueError)          a script cannot be read, or not be converted or checked
-└── ConformanceError (AssertionError)     a strategy does not behave as distwrap's helpers need it
+├── ConformanceError (AssertionError)     a strategy does not behave as distwrap's helpers need it
+└── ProofError (AssertionError)           a loop does not compute on several ranks what it does in one process
 
 Each leaf is also the builtin error of the same meaning, so code that catches ``ValueError`` goes on working.
 """
@@ -171,3 +172,7 @@ class ConversionError(DistwrapError, ValueError):
 
 class ConformanceError(DistwrapError, AssertionError):
     """A strategy does not behave as the helpers of a hand-written loop need it; the message lists what failed."""
+
+
+class ProofError(DistwrapError, AssertionError):
+    """A loop does not compute on several ranks what it computes in one process; the message names the difference."""

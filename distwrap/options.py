@@ -232,11 +232,18 @@ class Options:
         for variable, name in found.items():
             if name != "nprocs" or "strategy" not in given:  # else the two are to be judged together
                 self.updated({name: given[name]}, where=variable)
-        result = self.updated(given, where=" and ".join(found))
+        return self.updated(given, where=" and ".join(found))
+
+    def simulated(self, env: Mapping[str, str]) -> Options:
+        """Return these options for simulated ranks, where ``DISTWRAP_SIMULATE`` asks for them whatever the code says.
+
+        Raises:
+            OptionError: it is no number of ranks.
+        """
         if not env.get(SIMULATE):
-            return result
+            return self
         ranks = _from_text(SIMULATE, "nprocs", env[SIMULATE])
-        return result.updated({"launcher": "simulate", "nprocs": ranks}, where=SIMULATE)
+        return self.updated({"launcher": "simulate", "nprocs": ranks}, where=SIMULATE)
 
 
 DECLARATIONS: dict[str, Declaration] = {each.name: each.metadata["declaration"] for each in fields(Options)}

@@ -53,6 +53,9 @@ class Simulation(Protocol):
     def condition(self) -> Condition:
         """Return a condition for threads of this rank."""
 
+    def has_made(self, module: Any) -> bool:
+        """Return whether this rank has made a module, by its class; a copy is nobody's."""
+
     def whereabouts(self) -> str:
         """Return in words where each rank is, a line for each."""
 

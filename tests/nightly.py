@@ -67,6 +67,7 @@ ROWS = {
     "pages": Row(("docs", "README.md", "examples"), folders=("tests/docs",)),
     "accelerator": Row(("distwrap/devices", "distwrap/comm", "tests/accelerator")),
     "faults": Row((*_START, "distwrap/checkpoint", "tests/faults")),
+    "prove": Row(("distwrap/prove", "distwrap/testing", "tests/prove", *_STEP), folders=("tests/prove",)),
     "products": Row((*_STEP, "distwrap/data")),
     "benchmarks": Row(("benchmarks", "tests/test_benchmarks.py")),
     "long": Row((*_START, "distwrap/checkpoint", "tests/guarded")),

@@ -18,7 +18,11 @@ from distwrap._internals.torch_simulation import replaced
 
 @contextmanager
 def hooked_backward(ended: Callable[[list[float]], None]) -> Iterator[None]:
-    """Call a function with the losses after each backward within a ``with``."""
+    """Call a function with the losses after each backward within a ``with``.
+
+    Relies on ``torch.autograd:backward``.
+    Without it: gradients are seen in the step alone.
+    """
     real = torch.autograd.backward
 
     @wraps(real)

@@ -30,7 +30,7 @@ def group_tables() -> list[tuple[Any, str]]:
     ``torch.distributed.distributed_c10d:_pg_names``, ``torch.distributed.distributed_c10d:_pg_group_ranks``,
     ``torch.distributed.distributed_c10d:_pg_backend_config``, ``torch.distributed.distributed_c10d:_group_count``,
     ``torch.distributed.distributed_c10d:_tags_to_pg``, ``torch.distributed.distributed_c10d:_pg_to_tag``.
-    Without them: ranks cannot be simulated.
+    Without it: ranks cannot be simulated.
     """
     tables = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
     return [(c10d, name) for name in ("_world", "_group_count", *tables)]

@@ -82,7 +82,7 @@ def look(nprocs: int | None = None) -> Facts:
     with facts.noting_problems():
         found = detect(env)
     with facts.noting_problems():
-        options = options.with_environment(env)
+        options = options.with_environment(env).simulated(env)
     visible = selection.visible_devices()
     if isinstance(found, Placement) and found.source != "single":
         facts.rank, facts.local_rank = found.rank, found.local_rank

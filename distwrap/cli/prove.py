@@ -13,7 +13,7 @@ def add_arguments(commands: Any) -> None:
         "batches, and compare gradients, weights, learning rates, samples, and numbers that are printed or returned. "
         "No device is needed. Exit code 0: equal; 1: something differs; 2: nothing could be proven.",
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], metavar="N", help="default: 2 3 4")
+    parser.add_argument("--ranks", type=_numbers, default=[2, 3, 4], metavar="N,…", help="default: 2,3,4")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps to look at (default: 12)")
     parser.add_argument("--batch", type=int, help="size of the batch of all ranks together")
     parser.add_argument("--double", action="store_true", help="compute in float64")
@@ -22,6 +22,10 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument("script", help="a Python file, with distwrap or with nothing but torch.distributed")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
     parser.set_defaults(run=run)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
 
 
 def run(given: argparse.Namespace) -> int:

@@ -25,8 +25,10 @@ from distwrap.live_objects import instances
 from distwrap.model.drift import Drift
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.optimizers import Optimizers
+from distwrap.model.unwrapped import is_released
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.seeding import mix
+from distwrap.simulated import simulation
 
 _LOOKS = (2, 3, 4, 8)  # batches of a run, before each of which the parameters are looked at
 
@@ -97,7 +99,14 @@ class ByHand(RunPart):
     def _models(self) -> dict[nn.Module, list[nn.Parameter]]:
         """Return the outermost modules with parameters that a step by hand may train, and these."""
         found = instances(nn.Module, Optimizer)
-        modules = [module for module in found if isinstance(module, nn.Module)]
+        simulated = simulation()
+        modules = [
+            module
+            for module in found
+            if isinstance(module, nn.Module)
+            and not is_released(module)
+            and (simulated is None or simulated.has_made(module))
+        ]
         known = self._world.part(Drift).known()
         for optimizer in found:
             if isinstance(optimizer, Optimizer):

@@ -50,8 +50,8 @@ CATALOGUE = (
     ),
     Mistake(
         "DW105",
-        "exchanged-twice",
-        "the gradients were changed between the backward and the step, and differently than in one process",
+        "gradients-changed",
+        "the gradients were changed beside their exchange, and not as in one process: by a clip, or by an own mean",
         "clip, scale or reduce gradients after their exchange, by a number that all ranks share",
     ),
     Mistake(
@@ -75,7 +75,7 @@ CATALOGUE = (
     Mistake(
         "DW204",
         "number-of-a-part",
-        "a number that is printed, returned or decided by is of one rank's part",
+        "a number that is printed or returned is of one rank's part, or adds up what a mean should weigh",
         "distwrap.mean(value, count) is the mean over all ranks' samples",
     ),
     Mistake(

@@ -28,6 +28,7 @@ class Difference:
         what: the tensor or number.
         how: in words.
         ratio: to one process, where it is one number for all of them.
+        size: of the difference of tensors, as a share of the larger one; 1 where it is of no tensors.
     """
 
     mistake: str = ""
@@ -36,6 +37,7 @@ class Difference:
     what: str = ""
     how: str = ""
     ratio: float | None = None
+    size: float = 1.0
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Comparison:
         steps: how many steps were compared.
         compared: how many of each kind.
         notes: what differs and is no mistake, and what was not seen.
+        is_comparable: whether the ranks have trained on the data of one process.
     """
 
     ranks: int
@@ -55,6 +58,7 @@ class Comparison:
     steps: int = 0
     compared: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    is_comparable: bool = True
 
 
 def compare(one: World, several: World) -> Comparison:
@@ -74,6 +78,12 @@ def compare(one: World, several: World) -> Comparison:
             return found
         found.difference = _of_step(number + 1, step, theirs, found, alone)
         if found.difference.mistake:
+            return found
+        if not found.is_comparable:
+            found.notes.append(
+                f"in step {number + 1} the ranks train on data that one process never sees, as where each rank draws "
+                "its own: from there on nothing can be compared"
+            )
             return found
         found.steps += 1
     counts = {len(seen.steps) for seen in ranks} | {len(alone.steps)}
@@ -96,20 +106,36 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
             ratio = step.rates[0] / one.rates[0] if one.rates and step.rates and one.rates[0] else None
             return Difference("learning-rate", number, place, "the learning rate", how, ratio)
     found.compared["learning rates"] += len(one.rates)
-    samples = _of_samples(one, several, found)
-    before = _of_tensors([each.after_backward for each in several], one.after_backward, number)
+    samples = _of_samples(one, several, found, alone)
+    begun = _of_tensors([each.begun for each in several], one.begun, number)
+    if begun:
+        how = _ranks_that_differ([each.begun for each in several], one.begun, next(iter(begun)), number)
+        return Difference(
+            "weights-apart", number, place, f"the weights of {_names(list(begun), one.begun)}, before", how
+        )
     at_step = _of_tensors([each.gradients for each in several], one.gradients, number)
-    if before or at_step:
-        names = list(before or at_step)
-        ratio = _common_ratio(before or at_step)
-        what = _names(names, one.gradients)
+    before = _of_tensors([each.after_backward for each in several], one.after_backward, number)
+    by_hand = any(_are_apart([each.after_backward.get(name) for each in several]) for name in before)
+    if at_step or (before and not by_hand):  # an exchange by hand comes after the backward
+        if samples == "unknown":
+            found.is_comparable = False
+            return Difference()
+        differ = at_step if by_hand or not before else before
+        ratio = _common_ratio(differ)
         mistake, how = _cause(before, at_step, samples, ratio, several, alone)
-        return Difference(mistake, number, place, f"the gradients of {what}", how, ratio)
+        what = f"the gradients of {_names(list(differ), one.gradients)}"
+        theirs = [each.gradients if differ is at_step else each.after_backward for each in several]
+        size = _size(theirs, one.gradients if differ is at_step else one.after_backward, differ)
+        return Difference(mistake, number, several[0].backward or place, what, how, ratio, size)
     found.compared["gradients"] += len(one.gradients)
     weights = _of_tensors([each.weights for each in several], one.weights, number)
     if weights:
         how = _ranks_that_differ([each.weights for each in several], one.weights, next(iter(weights)), number)
-        return Difference("weights-apart", number, place, f"the weights of {_names(list(weights), one.weights)}", how)
+        what, size = (
+            f"the weights of {_names(list(weights), one.weights)}",
+            _size([each.weights for each in several], one.weights, weights),
+        )
+        return Difference("weights-apart", number, place, what, how, size=size)
     found.compared["weights"] += len(one.weights)
     buffers = _of_tensors([each.buffers for each in several], one.buffers, number)
     if buffers and not alone.statistics:
@@ -118,8 +144,8 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
         found.notes.append("running statistics of BatchNorm are those of a rank's part")
     found.compared["buffers"] += len(one.buffers)
     for name, sums in one.state.items():
-        theirs = [each.state[name] for each in several if each.state.get(name)]
-        wrong = [each for each in theirs if len(each) == len(sums) and not _near(each, sums, number)]
+        states = [each.state[name] for each in several if each.state.get(name)]
+        wrong = [each for each in states if len(each) == len(sums) and not _near(each, sums, number)]
         if wrong:
             return Difference("weights-apart", number, place, f"the optimizer's state of {name}", f"{wrong[0]}, {sums}")
     found.compared["optimizer state"] += len(one.state)
@@ -129,18 +155,18 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     return Difference()
 
 
-def _of_samples(one: Step, several: list[Step], found: Comparison) -> str:
+def _of_samples(one: Step, several: list[Step], found: Comparison, alone: Seen) -> str:
     """Return how the samples of a step differ: the name of a mistake, "unknown" where they cannot be told, or ""."""
     together: Counter[int] = sum((each.samples for each in several), Counter())
     if together == one.samples:
         found.compared["samples"] += sum(together.values())
         return ""
-    known = sum((together & one.samples).values())
     owners = Counter(digest for step in several for digest in step.samples)
     if any(owners[digest] > 1 and together[digest] > one.samples.get(digest, 0) for digest in owners):
         return "samples-twice"
-    if not known:
-        return "unknown" if one.samples else ""
+    known = {digest for step in alone.steps for digest in step.samples}
+    if not together.keys() <= known:
+        return "unknown"
     return "samples-missing" if not together - one.samples else "other-samples"
 
 
@@ -171,6 +197,17 @@ def _ratio(one: Tensor, other: Tensor, scale: float, step: int) -> float:
     return ratio if size and float((b - ratio * a).norm()) <= 50 * tolerance * float(b.norm()) else float("nan")
 
 
+def _size(several: list[dict[str, Tensor]], one: dict[str, Tensor], names: Iterable[str]) -> float:
+    """Return the largest difference of some tensors, as a share of them."""
+    shares = [
+        float((each[name].double() - one[name].double()).norm() / max(float(one[name].double().norm()), 1e-30))
+        for each in several
+        for name in names
+        if name in each and name in one and each[name].shape == one[name].shape
+    ]
+    return min(1.0, max(shares, default=1.0))
+
+
 def _common_ratio(differ: Mapping[str, list[float]]) -> float | None:
     ratios = [ratio for each in differ.values() for ratio in each]
     first = ratios[0]
@@ -187,15 +224,15 @@ def _cause(
 ) -> tuple[str, str]:
     """Return the name of the mistake, and how the gradients differ."""
     size = len(several)
-    if not before:
-        return "exchanged-twice", "they were alike after the backward, and are not in the step"
-    apart = [name for name in before if _are_apart([each.after_backward.get(name) for each in several])]
+    apart = [name for name in at_step if _are_apart([each.gradients.get(name) for each in several])]
     if apart and len({tuple(step.losses) for step in several}) > 1:
         return (
             "not-exchanged",
             f"each rank has its own (loss {', '.join(f'{sum(each.losses):.4g}' for each in several)})",
         )
     words = "" if ratio is None else f"{ratio:.3f} times those of one process"
+    if not before:
+        return "gradients-changed", words or "they were alike after the backward, and are not in the step"
     if samples in ("samples-twice", "samples-missing", "other-samples"):
         return samples, words or "they are of other samples"
     if ratio is not None and abs(ratio - size) < 0.01 * size:
@@ -229,14 +266,14 @@ def _of_numbers(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference
     """Compare what was printed and returned."""
     if alone.returned is not None and ranks[0].returned is not None:
         if not _near(alone.returned, ranks[0].returned, found.steps):
-            how = f"{_few(ranks[0].returned)} on rank 0, {_few(alone.returned)} in one process"
+            how = _numbers(ranks[0].returned, alone.returned, 0)
             return Difference("number-of-a-part", 0, "", "what the function returned", how)
         found.compared["returned numbers"] += len(alone.returned)
     theirs = [(seen.printed, rank) for rank, seen in enumerate(ranks) if seen.printed]
     if theirs and [len(numbers) for *_, numbers in theirs[0][0]] == [len(numbers) for *_, numbers in alone.printed]:
         for (place, _, mine), (_, _, numbers) in zip(alone.printed, theirs[0][0], strict=True):
             if not _near(mine, numbers, found.steps):
-                how = f"{_few(numbers)} on rank {theirs[0][1]}, {_few(mine)} in one process"
+                how = _numbers(numbers, mine, theirs[0][1])
                 return Difference("number-of-a-part", 0, place, "what was printed", how)
         found.compared["printed numbers"] += sum(len(numbers) for *_, numbers in alone.printed)
     elif theirs and alone.printed:
@@ -244,8 +281,13 @@ def _of_numbers(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference
     return Difference()
 
 
-def _few(numbers: list[float]) -> str:
-    return ", ".join(f"{number:.6g}" for number in numbers[:4])
+def _numbers(several: list[float], one: list[float], rank: int) -> str:
+    """Return in words how numbers differ, by the first that does."""
+    for theirs, mine in zip(several, one, strict=False):
+        if not _near([mine], [theirs], 0):
+            ratio = f", {theirs / mine:.3f} times" if mine else ""
+            return f"{theirs:.6g} on rank {rank}, {mine:.6g} in one process{ratio}"
+    return f"{len(several)} numbers on rank {rank}, {len(one)} in one process"
 
 
 def _names(differ: list[str], everything: Mapping[str, Tensor]) -> str:

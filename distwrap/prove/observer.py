@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from distwrap.places import place
 from distwrap.supervision import stacks
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -33,10 +35,12 @@ class Step:
     Attributes:
         optimizer: its number on this rank, in the order of the first steps.
         place: the line of the user's that has made it.
+        backward: that of the last backward.
         losses: of the backwards since the last step.
         samples: how often a row was an input of a model that was trained, by a digest.
         after_backward: gradients, by the names of parameters, after the last backward.
         gradients: the same when the optimizer made its step.
+        begun: weights before it.
         weights: after it.
         rates: learning rates of its groups.
         state: sums of its state's tensors, by parameters.
@@ -45,10 +49,12 @@ class Step:
 
     optimizer: int
     place: str
+    backward: str = ""
     losses: list[float] = field(default_factory=list)
     samples: Counter[int] = field(default_factory=Counter)
     after_backward: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    begun: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     state: dict[str, list[float]] = field(default_factory=dict)
@@ -87,7 +93,7 @@ class _Rank:
         self.roots: dict[int, nn.Module] = {}
         self.inner = set[int]()
         self.names: dict[int, str] = {}
-        self.losses, self.samples = list[float](), Counter[int]()
+        self.backward, self.losses, self.samples = "", list[float](), Counter[int]()
         self.after_backward: dict[str, Tensor] = {}
 
     def call(self, module: nn.Module, args: Any) -> None:
@@ -109,10 +115,10 @@ class _Rank:
         for name, module in root.named_modules(remove_duplicate=False):
             self.inner.add(id(module))
             self.roots.pop(id(module), None)
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            if isinstance(module, _DROPOUT) and module.p:
                 self.seen.random.append(name)
                 module.p = 0.0  # in this child process: no rank draws what one process does
-            if isinstance(module, nn.modules.batchnorm._NormBase):
+            if isinstance(module, _BATCH_NORM):
                 self.seen.statistics.append(name)
         self.roots[id(root)] = root
         kind = type(unwrap_model(getattr(root, "module", root))).__name__
@@ -122,6 +128,7 @@ class _Rank:
 
     def end_backward(self, losses: list[float]) -> None:
         self.losses += losses
+        self.backward = _place()
         self.after_backward = {
             name: _whole(parameter.grad)
             for root in self.roots.values()
@@ -131,8 +138,9 @@ class _Rank:
 
     def begin_step(self, optimizer: Optimizer) -> None:
         number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
-        step = Step(number, _place(), self.losses, self.samples)
+        step = Step(number, _place(), self.backward, self.losses, self.samples)
         named = list(self._named(optimizer))
+        step.begun = {name: _whole(each) for name, each in named}
         step.gradients = {name: _whole(each.grad) for name, each in named if each.grad is not None}
         step.after_backward = {
             name: self.after_backward[name] for name in step.gradients if name in self.after_backward
@@ -166,10 +174,11 @@ class Observer:
         rank: returns the rank whose turn it is.
         steps: after how many steps a rank has been seen enough.
         enough: called on a rank then; it does not return.
+        double: whether models get float64 for float32.
     """
 
-    def __init__(self, rank: Callable[[], int], steps: int, enough: Callable[[], None]) -> None:
-        self._rank, self._limit, self._enough = rank, steps, enough
+    def __init__(self, rank: Callable[[], int], steps: int, enough: Callable[[], None], *, double: bool) -> None:
+        self._rank, self._limit, self._enough, self._double = rank, steps, enough, double
         self.ranks: dict[int, _Rank] = {}
 
     @property
@@ -185,11 +194,11 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Take note of all that the ranks do within a ``with``."""
         handles = [
-            register_module_forward_pre_hook(lambda module, args: self.here().call(module, args)),
+            register_module_forward_pre_hook(cast("Callable[..., None]", self._call)),
             register_optimizer_step_pre_hook(lambda optimizer, *_: self.here().begin_step(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer)),
         ]
-        out, sys.stdout = sys.stdout, _Printing(sys.stdout, self)  # type: ignore[assignment]
+        out, sys.stdout = sys.stdout, _Printing(sys.stdout, self)
         try:
             with hooked_backward(lambda losses: self.here().end_backward(losses)):
                 yield
@@ -197,6 +206,14 @@ class Observer:
             sys.stdout = out
             for handle in handles:
                 handle.remove()
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._double:
+            args = tuple(
+                each.double() if isinstance(each, Tensor) and each.dtype == torch.float32 else each for each in args
+            )
+        self.here().call(module, args)
+        return args if self._double else None
 
     def _end_step(self, optimizer: Optimizer) -> None:
         rank = self.here()

@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-import distwrap
 from distwrap import data, simulated
 from distwrap._internals.torch_prove import batches_of
 from distwrap._internals.torch_simulation import replaced
@@ -126,7 +125,12 @@ def run(program: Program, size: Size, steps: int) -> World:
         sys.stderr.flush()
         child = os.fork()
         if child == 0:
-            _run_here(program, size, steps, Path(folder), found)
+            try:
+                _run_here(program, size, steps, Path(folder), found)
+            except BaseException:  # noqa: BLE001 - whose caller is the parent's
+                traceback.print_exc(file=sys.__stderr__)
+            finally:
+                os._exit(1)
         _, status = os.waitpid(child, 0)
         if not found.exists():
             raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {status}).")
@@ -138,7 +142,7 @@ def _run_here(program: Program, size: Size, steps: int, folder: Path, found: Pat
     """Be the child process, and end it."""
     world, said = World(size), set[int]()
     try:
-        observer = Observer(_rank, steps, lambda: _enough(observer, size, steps, end))
+        observer = Observer(_rank, steps, lambda: _enough(observer, size, steps, end), double=program.double)
 
         def end() -> NoReturn:
             world.seen, world.sizes = observer.seen, sorted(said)
@@ -165,17 +169,19 @@ def _run_here(program: Program, size: Size, steps: int, folder: Path, found: Pat
             observer.watching(),
         ):
             returned = _start(program, size)
-        for rank, value in enumerate(returned):
-            if rank in observer.ranks:
-                observer.ranks[rank].seen.returned = numbers_in(value)
-                observer.ranks[rank].seen.has_ended = True
+        for rank, seen in observer.seen.items():
+            seen.has_ended = True
+            if rank < len(returned):
+                seen.returned = numbers_in(returned[rank])
     except BaseException as error:  # noqa: BLE001 - told to the parent
         world.error = _in_words(error)
     end()
 
 
 def _start(program: Program, size: Size) -> list[Any]:
-    """Run the program, and return what each rank has returned, where that is known."""
+    """Run the program, and return what the first ranks have returned, where that is known."""
+    if hasattr(program.function, "options"):  # it is decorated
+        return [program.function(*program.arguments)]  # type: ignore[misc] # of rank 0
     if program.function is not None:
         return simulate(program.function, size.ranks, *program.arguments)
     with mock.patch.object(sys, "argv", [program.script, *map(str, program.arguments)]):
@@ -186,7 +192,7 @@ def _start(program: Program, size: Size) -> list[Any]:
             sys.path.insert(0, str(Path(program.script).parent.resolve()))
             with contextlib.suppress(SystemExit):
                 runpy.run_path(program.script, run_name="__main__")
-    return [None] * size.ranks
+    return []
 
 
 def _rank() -> int:
@@ -217,7 +223,7 @@ def _sharded_alike() -> Any:
             options["mode"] = "drop"
         return real(loader, **{**options, "batch_size": "per_rank"})
 
-    with replaced([(owner, "shard_loader", shard) for owner in (distwrap, data, loaders)]):
+    with replaced([(owner, "shard_loader", shard) for owner in (sys.modules["distwrap"], data, loaders)]):
         yield
 
 

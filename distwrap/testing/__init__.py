@@ -1,20 +1,23 @@
-"""Tests of distributed code on real ranks: running a test body on several, and the conformance suite of strategies."""
+"""Tests of distributed code: a body on real or simulated ranks, a loop proven, the conformance of strategies."""
 
-import typing
+import importlib
+from typing import TYPE_CHECKING
 
 from distwrap.launch.forkserver import stop_server
 from distwrap.testing.ranks import run_ranks, simulate
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
+    from distwrap.prove.checked import prove
     from distwrap.testing.conformance import check_strategy
 
-__all__ = ["check_strategy", "run_ranks", "simulate", "stop_server"]
+__all__ = ["check_strategy", "prove", "run_ranks", "simulate", "stop_server"]
 
-if not typing.TYPE_CHECKING:
+# What is imported when asked for: every rank of a test imports this package.
+_LATER = {"check_strategy": "distwrap.testing.conformance", "prove": "distwrap.prove.checked"}
+
+if not TYPE_CHECKING:
 
     def __getattr__(name):
-        if name == "check_strategy":  # when asked for: every rank of a test imports this package
-            from distwrap.testing.conformance import check_strategy
-
-            return check_strategy
+        if name in _LATER:
+            return getattr(importlib.import_module(_LATER[name]), name)
         raise AttributeError(f"module 'distwrap.testing' has no attribute {name!r}")

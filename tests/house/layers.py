@@ -15,6 +15,8 @@ FACE = "__init__"  # the public names
 
 # Rooms above that a room names in its annotations, and imports for the type checker alone.
 TYPES_FROM_ABOVE = {
+    ("decorator", "prove"): "a decorated function can be proven",
+    ("testing", "prove"): "a test imports it where it asks for it",
     ("group", "strategies"): "a run has a Strategy",
     ("model", "strategies"): "a wrapped model names its Strategy",
     ("options", "comm"): "the options name an Algorithm",

@@ -271,6 +271,7 @@ def test_the_launcher_and_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dw.distributed(launcher="simulate(schedule=4)", nprocs=2)(dw.world_size)() == 2
     monkeypatch.setenv("DISTWRAP_SIMULATE", "5")
     assert dw.distributed(nprocs=2, launcher="spawn")(dw.world_size)() == 5
+    assert dw.distributed(dw.world_size).options(nprocs=2, launcher="spawn")() == 5
     monkeypatch.setenv("DISTWRAP_SIMULATE", "many")
     with pytest.raises(OptionError, match="DISTWRAP_SIMULATE"):
         dw.distributed(dw.world_size)()

@@ -385,12 +385,13 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _operation(opts: Any) -> str:
-    how = getattr(opts, "reduceOp", ReduceOp.SUM)
-    return str(getattr(how, "op", how)).rpartition(".")[2].lower()
+    how: Any = getattr(opts, "reduceOp", ReduceOp.SUM)
+    name = str(getattr(how, "op", how)).rpartition(".")[2].lower()
+    return f"{name} by {how.__getstate__()[1]}" if name == "premul_sum" else name
 
 
 _IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    **dict.fromkeys(("sum", "avg"), Tensor.add_),
+    **dict.fromkeys(("sum", "avg", "premul_sum"), Tensor.add_),
     "product": Tensor.mul_,
     "min": lambda a, b: torch.minimum(a, b, out=a),
     "max": lambda a, b: torch.maximum(a, b, out=a),
@@ -402,7 +403,8 @@ _IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 def _reduced(how: str, rows: Rows) -> list[Tensor]:
     """Return the reductions of the ranks' tensors, in the order of the ranks."""
-    if how not in _IN_PLACE:
+    name, _, factor = how.partition(" by ")
+    if name not in _IN_PLACE:
         raise NotImplementedError(f"simulated ranks have no reduction {how!r}.")
     totals = []
     for first, *others in zip(*rows, strict=True):
@@ -410,8 +412,10 @@ def _reduced(how: str, rows: Rows) -> list[Tensor]:
         if total.layout == torch.strided:
             total = total.contiguous()
         for each in others:
-            _IN_PLACE[how](total, each.detach())
-        if how == "avg":
+            _IN_PLACE[name](total, each.detach())
+        if factor:
+            total.mul_(float(factor))
+        if name == "avg":
             is_real = total.is_floating_point() or total.is_complex()
             total.div_(len(rows), rounding_mode=None if is_real else "trunc")
         totals.append(total)

@@ -9,10 +9,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from distwrap import simulated
 from distwrap._internals.torch import default_device
@@ -48,6 +54,10 @@ class Simulation:
         self._store = SimulatedStore(self.scheduler, ranks)
         self._exchanges = Exchanges(self.scheduler)
         self._groups: Counter[Any] = Counter()
+        self._makers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        # Before the ranks' states are made, of which torch's hooks are a part.
+        hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        self._hooks = [hook(self._note_maker) for hook in hooks]
 
     def run(
         self, body: Callable[[int], object], states: Sequence[ProcessState], *, first_here: bool
@@ -88,6 +98,8 @@ class Simulation:
             finally:
                 simulated.running = None
                 here.enter()
+                for hook in self._hooks:
+                    hook.remove()
         if clock.failure is None:
             return None
         return None if clock.failed is None else clock.failed.rank.number, clock.failure
@@ -103,6 +115,10 @@ class Simulation:
         """Return the rank whose thread this is; 0 in any other thread."""
         task = self.scheduler.current()
         return 0 if task is None else task.rank.number
+
+    def _note_maker(self, module: nn.Module, *_: Any) -> None:
+        if self.is_rank():
+            self._makers.setdefault(module, self.rank())
 
     # What `distwrap.simulated` asks
 
@@ -125,6 +141,9 @@ class Simulation:
 
     def condition(self) -> Signal:
         return Signal(self.scheduler)
+
+    def has_made(self, module: Any) -> bool:
+        return self._makers.get(module) == self.rank()
 
     def whereabouts(self) -> str:
         return self.scheduler.whereabouts()

@@ -1,0 +1,45 @@
+"""`distwrap.testing.prove`: a proof that fails a test where a loop differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distwrap.errors import ProofError
+from distwrap.prove.proof import Proof, prove as proven
+from distwrap.prove.world import Program
+
+
+def prove(
+    fn: Callable[..., Any], *args: Any, ranks: Sequence[int] = (2, 3, 4), steps: int = 12, batch: int | None = None
+) -> Proof:
+    """Prove that a loop computes on several simulated ranks what it computes in one process.
+
+    Args:
+        fn: a function with the loop, decorated or not.
+        *args: its arguments.
+        ranks: numbers of ranks to compare with one process.
+        steps: of optimizers, after which a rank has been seen enough.
+        batch: size of the batch of all ranks together, which all numbers of ranks divide.
+
+    Returns:
+        The proof, which says what was compared.
+
+    Raises:
+        ProofError: something differs, or there was nothing to compare; the message names it.
+        OptionError: a number of ranks does not divide the batch, or is below 2.
+
+    Example:
+        >>> import torch
+        >>> def train():
+        ...     model = torch.nn.Linear(1, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     model(torch.ones(12, 1)).mean().backward()
+        ...     optimizer.step()
+        >>> prove(train, ranks=[2]).verdict  # all ranks do the same
+        'equal'
+    """
+    proof = proven(Program(function=fn, arguments=args), ranks=ranks, steps=steps, batch=batch)
+    if proof.verdict != "equal":
+        raise ProofError(str(proof))
+    return proof

@@ -1,0 +1,172 @@
+"""`prove`: right loops are equal, planted mistakes are named, and what cannot be told is not called equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import distwrap as dw
+from distwrap.cli import main
+from distwrap.errors import OptionError, ProofError
+from distwrap.prove.catalogue import CATALOGUE
+from distwrap.prove.proof import Proof, prove as proven
+from distwrap.prove.world import Program
+from distwrap.testing import prove
+from tests.prove.planted import LOOPS, PLANTED, UNSEEN, Planted, loops
+from tests.slow import nightly, slow
+
+FEW = ("plain", "loss times world size", "validation of rank 0's share")  # right loops and mistakes in make test
+WHY = "a proof is four worlds"
+
+
+def cases(values: list[Any], names: list[str]) -> list[Any]:
+    """Return cases, of which some are in make test, some in make test-all, and the rest in the row `prove`."""
+    return [
+        value if name in FEW else slow(value, why=WHY) if number % 8 == 0 else nightly(value, row="prove", why=WHY)
+        for number, (value, name) in enumerate(zip(values, names, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("path", cases(loops(), [path.stem for path in loops()]), ids=lambda path: path.stem)
+def test_a_right_loop_is_equal(path: Path) -> None:
+    proof = proven(Program(str(path)), steps=60)
+    assert proof.verdict == "equal", str(proof)
+
+
+@pytest.mark.parametrize("planted", cases(PLANTED, [each.name for each in PLANTED]), ids=lambda each: each.name)
+def test_a_planted_mistake_is_named(planted: Planted, tmp_path: Path) -> None:
+    text = (LOOPS / planted.loop).read_text()
+    assert text.count(planted.old) == 1
+    path = tmp_path / Path(planted.loop).name
+    path.write_text(text.replace(planted.old, planted.new))
+    proof = proven(Program(str(path)), steps=60)
+    assert proof.mistake in planted.names, str(proof)
+
+
+def train(scale: float, by_rank: bool = False) -> float:
+    torch.manual_seed(0)
+    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
+    model = dw.wrap_model(nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    loader = dw.shard_loader(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True))
+    for inputs, targets in loader:
+        loss = nn.functional.mse_loss(model(inputs), targets) * (dw.world_size() if scale == 0 else scale)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item() if by_rank else dw.mean(loss.item(), len(inputs))
+
+
+decorated = dw.distributed(nprocs=2)(train)
+
+
+def test_a_function_decorated_or_not() -> None:
+    """What hides behind a clip, and behind Adam, is seen before it."""
+    assert prove(train, 1.0, ranks=[2]).comparisons[0].compared["returned numbers"] == 1
+    assert decorated.prove(ranks=[3])(1.0).verdict == "equal"
+    with pytest.raises(ProofError, match=r"DW101 sum-loss[\s\S]*") as error:
+        decorated.prove(ranks=[2, 3])(0.0)
+    assert "step 1, the gradients of all parameters at test_prove.py:" in str(error.value)
+    assert "on 2 ranks: 2.000 times" in str(error.value)
+    assert "on 3 ranks: 3.000 times" in str(error.value)
+
+
+def test_a_number_of_a_part() -> None:
+    with pytest.raises(ProofError, match="DW204"):
+        prove(train, 1.0, True, ranks=[2])
+
+
+def draws() -> None:
+    model = dw.wrap_model(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(12, 3, generator=dw.rank_generator(0))).square().mean().backward()
+        optimizer.step()
+
+
+def does_nothing() -> None: ...
+
+
+def test_what_cannot_be_told_is_not_equal() -> None:
+    """Data that each rank draws, and no training at all."""
+    for function in (draws, does_nothing):
+        with pytest.raises(ProofError, match="not comparable"):
+            prove(function, ranks=[2])
+
+
+WRITES = """
+import torch
+from pathlib import Path
+import distwrap as dw
+
+@dw.distributed()
+def main(path):
+    Path(path).write_text("written")
+
+if __name__ == "__main__":
+    import sys
+    main(sys.argv[1])
+"""
+
+
+def test_a_proof_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file outside of its folder is not written, unless that is allowed; a relative path leads into its folder."""
+    script, target = tmp_path / "script.py", tmp_path / "target"
+    script.write_text(WRITES)
+    assert main(["prove", "--ranks", "2", str(script), str(target)]) == 2
+    assert "would open" in capsys.readouterr().out
+    assert not target.exists()
+    assert main(["prove", "--ranks", "2", str(script), "target"]) == 2
+    assert "not comparable" in capsys.readouterr().out
+    assert not Path("target").exists()
+    main(["prove", "--ranks", "2", "--allow-writes", str(script), str(target)])
+    assert target.read_text() == "written"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(LOOPS / "dw" / "plain.py")
+    assert main(["prove", "--ranks", "2", "--steps", "3", "--json", path]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["id"]) == ("equal", "")
+    assert found["comparisons"][0]["steps"] == 3
+    assert main(["prove", str(tmp_path / "missing.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="divide the batch"):
+        prove(train, 1.0, ranks=[5], batch=12)
+    with pytest.raises(OptionError, match="2 ranks or more"):
+        prove(train, 1.0, ranks=[1])
+
+
+def test_the_catalogue() -> None:
+    """Each mistake has an id and a name of its own, and a section of the page."""
+    assert len({each.id for each in CATALOGUE}) == len({each.name for each in CATALOGUE}) == len(CATALOGUE)
+    page = (Path(__file__).parents[2] / "docs/explanation/mistakes.md").read_text()
+    assert all(f"## {each.id} {each.name}" in page for each in CATALOGUE)
+    assert Proof("equal", [], []).exit_code == 0
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["digits", "language_model"])
+@pytest.mark.nightly(row="prove", why=WHY)
+def test_an_example_is_equal(name: str) -> None:
+    """The others draw their data on each rank, or launch in ways of their own."""
+    proof = proven(Program(str(EXAMPLES / f"{name}.py")), ranks=(2, 3))
+    assert proof.verdict == "equal", str(proof)
+
+
+@pytest.mark.parametrize("planted", UNSEEN, ids=lambda each: each.name)
+@pytest.mark.nightly(row="prove", why=WHY)
+def test_what_is_not_seen(planted: Planted, tmp_path: Path) -> None:
+    """Each has a reason; once it is seen, it belongs to the others."""
+    path = tmp_path / Path(planted.loop).name
+    path.write_text((LOOPS / planted.loop).read_text().replace(planted.old, planted.new))
+    assert proven(Program(str(path)), steps=60).mistake not in planted.names
