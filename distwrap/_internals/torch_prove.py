@@ -59,6 +59,8 @@ def batches_of(size: Callable[[int], int], ranks: int) -> Iterator[None]:
             batch_size = size(batch_size)
             whole = batch_size * ranks
             if whole and not isinstance(dataset, IterableDataset) and len(dataset) > whole:
+                # Which loaders draw from in one process, and not on ranks: the loop's own numbers are to be alike.
+                kw.setdefault("generator", torch.Generator().manual_seed(0))
                 if sampler is None and not shuffle:
                     sampler = range(len(dataset) - len(dataset) % whole)
                 elif len(args) < 5:  # the fifth of them says it

@@ -14,6 +14,7 @@ from distwrap.prove.world import World
 from distwrap.wording import named_ranks
 
 _EPSILONS = 4000.0  # of the type of numbers, by which tensors may differ in the first step
+_LEAST = 1e-7  # also in float64, where optimizers divide rounding by small numbers
 _SHARE = 1e-3  # of the largest gradient of a step, below which one is as good as zero
 
 
@@ -70,19 +71,21 @@ def compare(one: World, several: World) -> Comparison:
         theirs = [seen.steps[number] for seen in ranks if number < len(seen.steps)]
         if len(theirs) < len(ranks):
             break
+        found.difference = _of_step(number + 1, step, theirs, found, alone)
         size = sum(step.samples.values())
-        if size % len(ranks) and size < max(sum(each.samples.values()) for each in alone.steps):
+        is_short = size % len(ranks) and size < max(sum(each.samples.values()) for each in alone.steps)
+        if is_short and found.difference.mistake == "uneven-mean":
             found.notes.append(
                 f"a last batch of {size} samples has uneven parts, and nothing was compared from there on"
             )
+            found.difference = Difference()
             return found
-        found.difference = _of_step(number + 1, step, theirs, found, alone)
         if found.difference.mistake:
             return found
         if not found.is_comparable:
             found.notes.append(
-                f"in step {number + 1} the ranks train on data that one process never sees, as where each rank draws "
-                "its own: from there on nothing can be compared"
+                f"in step {number + 1} the ranks train on data, or draw random numbers, that one process never sees: "
+                "from there on nothing can be compared"
             )
             return found
         found.steps += 1
@@ -117,7 +120,8 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     before = _of_tensors([each.after_backward for each in several], one.after_backward, number)
     by_hand = any(_are_apart([each.after_backward.get(name) for each in several]) for name in before)
     if at_step or (before and not by_hand):  # an exchange by hand comes after the backward
-        if samples == "unknown":
+        draws = 2 * sum(each.draws for each in alone.steps) >= len(alone.steps)
+        if samples == "unknown" or (draws and _common_ratio(at_step or before) is None):
             found.is_comparable = False
             return Difference()
         differ = at_step if by_hand or not before else before
@@ -131,11 +135,9 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     weights = _of_tensors([each.weights for each in several], one.weights, number)
     if weights:
         how = _ranks_that_differ([each.weights for each in several], one.weights, next(iter(weights)), number)
-        what, size = (
-            f"the weights of {_names(list(weights), one.weights)}",
-            _size([each.weights for each in several], one.weights, weights),
-        )
-        return Difference("weights-apart", number, place, what, how, size=size)
+        # Adam makes steps of any size from gradients that are zero but for rounding: float64 decides.
+        what = f"the weights of {_names(list(weights), one.weights)}"
+        return Difference("weights-apart", number, place, what, how, size=0.0)
     found.compared["weights"] += len(one.weights)
     buffers = _of_tensors([each.buffers for each in several], one.buffers, number)
     if buffers and not alone.statistics:
@@ -189,7 +191,8 @@ def _ratio(one: Tensor, other: Tensor, scale: float, step: int) -> float:
     if one.shape != other.shape:
         return float("nan")
     a, b = one.double().flatten(), other.double().flatten()
-    tolerance = _EPSILONS * torch.finfo(one.dtype if one.is_floating_point() else torch.float32).eps * (step + 1)
+    epsilon = torch.finfo(one.dtype if one.is_floating_point() else torch.float32).eps
+    tolerance = max(_EPSILONS * epsilon, _LEAST) * (step + 1)
     size = float(a.norm())
     if float((a - b).norm()) <= tolerance * max(size, _SHARE * scale):
         return 1.0

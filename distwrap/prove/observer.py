@@ -45,6 +45,7 @@ class Step:
         rates: learning rates of its groups.
         state: sums of its state's tensors, by parameters.
         buffers: of the models, after it.
+        draws: whether torch's random numbers were drawn since the last step.
     """
 
     optimizer: int
@@ -59,6 +60,7 @@ class Step:
     rates: list[float] = field(default_factory=list)
     state: dict[str, list[float]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    draws: bool = False
 
 
 @dataclass
@@ -95,6 +97,7 @@ class _Rank:
         self.names: dict[int, str] = {}
         self.backward, self.losses, self.samples = "", list[float](), Counter[int]()
         self.after_backward: dict[str, Tensor] = {}
+        self.random: Tensor | None = None  # torch's state after the last step
 
     def call(self, module: nn.Module, args: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
@@ -139,6 +142,7 @@ class _Rank:
     def begin_step(self, optimizer: Optimizer) -> None:
         number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
         step = Step(number, _place(), self.backward, self.losses, self.samples)
+        step.draws = self.random is not None and not torch.equal(self.random, torch.get_rng_state())
         named = list(self._named(optimizer))
         step.begun = {name: _whole(each) for name, each in named}
         step.gradients = {name: _whole(each.grad) for name, each in named if each.grad is not None}
@@ -150,7 +154,7 @@ class _Rank:
         self.seen.steps.append(step)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        step = self.seen.steps[-1]
+        step, self.random = self.seen.steps[-1], torch.get_rng_state()
         step.weights = {name: _whole(each) for name, each in self._named(optimizer)}
         for name, each in self._named(optimizer):
             state = optimizer.state.get(each, {})

@@ -158,6 +158,7 @@ def _run_here(program: Program, size: Size, steps: int, folder: Path, found: Pat
             said.add(given)
             return size.of(given)
 
+        torch.set_num_threads(1)  # the parent's threads are not here after the fork
         if program.double:
             torch.set_default_dtype(torch.float64)
         os.environ.update({"DISTWRAP_SIMULATE": str(size.ranks), "DISTWRAP_QUIET": "1"})

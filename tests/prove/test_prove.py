@@ -21,8 +21,16 @@ from distwrap.testing import prove
 from tests.prove.planted import LOOPS, PLANTED, UNSEEN, Planted, loops
 from tests.slow import nightly, slow
 
-FEW = ("plain", "loss times world size", "validation of rank 0's share")  # right loops and mistakes in make test
+FEW = ("dw/plain", "loss times world size", "validation of rank 0's share")  # right loops and mistakes in make test
 WHY = "a proof is four worlds"
+# Loops in which each rank draws random numbers of its own.
+DRAWING = tuple(
+    f"public/{each}" for each in ("dcgan", "diffusion", "gradient_penalty", "mixup", "simclr", "vae", "word2vec")
+)
+
+
+def named(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
 
 
 def cases(values: list[Any], names: list[str]) -> list[Any]:
@@ -33,10 +41,10 @@ def cases(values: list[Any], names: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("path", cases(loops(), [path.stem for path in loops()]), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", cases(loops(), list(map(named, loops()))), ids=named)
 def test_a_right_loop_is_equal(path: Path) -> None:
     proof = proven(Program(str(path)), steps=60)
-    assert proof.verdict == "equal", str(proof)
+    assert proof.verdict == ("not comparable" if named(path) in DRAWING else "equal"), str(proof)
 
 
 @pytest.mark.parametrize("planted", cases(PLANTED, [each.name for each in PLANTED]), ids=lambda each: each.name)
@@ -155,11 +163,11 @@ def test_the_catalogue() -> None:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["digits", "language_model"])
+@pytest.mark.parametrize("name", ["digits"])
 @pytest.mark.nightly(row="prove", why=WHY)
 def test_an_example_is_equal(name: str) -> None:
     """The others draw their data on each rank, or launch in ways of their own."""
-    proof = proven(Program(str(EXAMPLES / f"{name}.py")), ranks=(2, 3))
+    proof = proven(Program(str(EXAMPLES / f"{name}.py")), ranks=(2, 3), steps=4)
     assert proof.verdict == "equal", str(proof)
 
 
