@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import runpy
+import signal
 import sys
 import tempfile
 import traceback
@@ -25,13 +26,21 @@ from distwrap._internals.torch_simulation import replaced
 from distwrap.data import loader as loaders
 from distwrap.data.sharded import innermost
 from distwrap.errors import LaunchError
+from distwrap.network.waiting import wait_until
 from distwrap.prove.observer import Observer, Seen, numbers_in
 from distwrap.testing import simulate
 from distwrap.testing.simulation.script import failure_of
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_CHANGES = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "socket.connect")
-_SECONDS = 600
+_PATHS = (str, bytes, os.PathLike)
+_ONE, _BOTH = slice(0, 1), slice(0, 2)
+# What changes something, and which of the audit event's arguments say where.
+_CHANGES = {
+    **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"), _ONE),
+    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), _BOTH),
+    "socket.connect": slice(1, 2),
+}
+_SECONDS = 600.0  # for a world
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,10 @@ def run(program: Program, size: Size, steps: int) -> World:
     """Run a program in a world of its own, in a child of this process, and return what its ranks did.
 
     Raises:
-        LaunchError: the child has ended without a word.
+        LaunchError: the child has ended without a word, or in time; or the system has no fork.
     """
+    if not hasattr(os, "fork"):
+        raise LaunchError("a proof runs each world in a fork of this process, which this system does not have.")
     with tempfile.TemporaryDirectory(prefix="distwrap-prove-") as folder:
         found = Path(folder) / "world.pt"
         sys.stdout.flush()
@@ -131,9 +142,19 @@ def run(program: Program, size: Size, steps: int) -> World:
                 traceback.print_exc(file=sys.__stderr__)
             finally:
                 os._exit(1)
-        _, status = os.waitpid(child, 0)
+        ended: tuple[int, int] | None = None
+        try:
+            ended = wait_until(
+                lambda: next((each for each in [os.waitpid(child, os.WNOHANG)] if each[0]), None), _SECONDS
+            )
+        finally:
+            if ended is None:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        if ended is None:
+            raise LaunchError(f"the world of {size.ranks} ranks was not done in {_SECONDS} s: look at fewer --steps.")
         if not found.exists():
-            raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {status}).")
+            raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {ended[1]}).")
         world: World = torch.load(found, weights_only=False)  # of our own process
         return world
 
@@ -161,7 +182,8 @@ def _run_here(program: Program, size: Size, steps: int, folder: Path, found: Pat
         torch.set_num_threads(1)  # the parent's threads are not here after the fork
         if program.double:
             torch.set_default_dtype(torch.float64)
-        os.environ.update({"DISTWRAP_SIMULATE": str(size.ranks), "DISTWRAP_QUIET": "1"})
+        # CUDA does not work after a fork.
+        os.environ.update({"DISTWRAP_SIMULATE": str(size.ranks), "DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": ""})
         with (
             contextlib.redirect_stdout(output),
             contextlib.redirect_stderr(output),
@@ -238,15 +260,13 @@ def _guard(folder: Path, allow_writes: bool) -> list[str]:
 
     def look(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
-            where, _, flags = args
-            if not flags & _WRITES or not isinstance(where, (str, bytes, os.PathLike)):
-                return
-        elif event in _CHANGES:
-            where = args[1] if event == "socket.connect" else args[0]
+            places = args[:1] if args[2] & _WRITES and not isinstance(args[0], int) else ()
         else:
-            return
-        text = os.path.abspath(os.fsdecode(where)) if isinstance(where, (str, bytes, os.PathLike)) else str(where)
-        if not text.startswith(tuple(allowed)) and "__pycache__" not in text:
+            places = args[_CHANGES[event]] if event in _CHANGES else ()
+        texts = [os.path.abspath(os.fsdecode(each)) if isinstance(each, _PATHS) else str(each) for each in places]
+        for text in texts:
+            if text.startswith(tuple(allowed)) or "__pycache__" in text:
+                continue
             raise PermissionError(
                 f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing outside of "
                 "its own folder: give the loop a relative path, or say --allow-writes."

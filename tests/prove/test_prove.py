@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
 from distwrap.cli import main
-from distwrap.errors import OptionError, ProofError
+from distwrap.errors import LaunchError, OptionError, ProofError
+from distwrap.prove import world
 from distwrap.prove.catalogue import CATALOGUE
 from distwrap.prove.proof import Proof, prove as proven
 from distwrap.prove.world import Program
@@ -107,6 +108,18 @@ def test_what_cannot_be_told_is_not_equal() -> None:
     for function in (draws, does_nothing):
         with pytest.raises(ProofError, match="not comparable"):
             prove(function, ranks=[2])
+
+
+def never_ends() -> None:
+    while True:
+        pass
+
+
+def test_a_loop_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its world is ended after the limit, and nothing is left of it."""
+    monkeypatch.setattr(world, "_SECONDS", 1.0)
+    with pytest.raises(LaunchError, match="not done in"):
+        prove(never_ends, ranks=[2])
 
 
 WRITES = """
