@@ -111,6 +111,9 @@ def _answers(module: Any, ranks: int, rank: Callable[[], int], *, on_cpu: bool) 
         "get_rng_state_all": list,
         "mem_get_info": (_BYTES, _BYTES),
         "memory_summary": "",
+        "get_memory_info": (_BYTES, _BYTES),
+        **dict.fromkeys(("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats"), dict),
+        **dict.fromkeys(("memory_snapshot", "get_arch_list"), list),
         "get_device_properties": _PROPERTIES,
         # Classes that differ, since torch.compile keeps tables of them.
         **{name: type(name, (_NoStream,), {}) for name in ("Stream", "Event", "device", "device_of")},
@@ -124,7 +127,7 @@ def _answers(module: Any, ranks: int, rank: Callable[[], int], *, on_cpu: bool) 
         elif (
             on_cpu and inspect.isroutine(real) and name[0] != "_" and "graph" not in name
         ):  # which torch refuses itself
-            yield name, 0 if "memory" in name and "reset" not in name else None
+            yield name, 0 if name.startswith(("memory_", "max_memory_")) else None
 
 
 @contextlib.contextmanager
@@ -184,6 +187,10 @@ def answered_for_ranks(
         kwargs.pop("device_id", None)
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
 
+    def on_devices(args: list[Any], kwargs: dict[str, Any]) -> None:
+        given = args.pop(0) if args else kwargs.get("devices")
+        kwargs["devices"] = [] if given == [] or mode.is_cpu else [mode.device]
+
     class Generator(torch.Generator):
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
@@ -191,7 +198,6 @@ def answered_for_ranks(
     def kind_of(name: str) -> str:
         return mode.device.type if name.partition(":")[0] in _TYPES else name
 
-    devices = [] if mode.is_cpu else [mode.device]
     ddp = nn.parallel.DistributedDataParallel
     changes: list[tuple[Any, str, Any]] = [
         *(
@@ -208,7 +214,7 @@ def answered_for_ranks(
         changed(device_mesh.DeviceMesh, "__init__", at(1, "device_type", kind_of)),
         *(changed(module, "init_device_mesh", at(0, "device_type", kind_of)) for module in (dist, device_mesh)),
         # which torch's pipelines call too
-        changed(torch.random, "fork_rng", at(0, "devices", lambda given: given and devices)),
+        changed(torch.random, "fork_rng", on_devices),
     ]
     if mode.is_cpu:  # whose parsers of arguments refuse our streams before a mode sees the call
         changes += [(torch.Tensor, "record_stream", _nothing), (nn.SyncBatchNorm, "forward", _normalize)]

@@ -92,8 +92,8 @@ def simulated_torch(
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
         said = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
-        rank = int(said.get("rank", os.environ.get("RANK", "")))
-        yield open_store(), rank, int(said.get("world_size", os.environ.get("WORLD_SIZE", "")))
+        rank = int(said["rank"] if "rank" in said else os.environ["RANK"])
+        yield open_store(), rank, int(said["world_size"] if "world_size" in said else os.environ["WORLD_SIZE"])
 
     def make_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(dict.fromkeys({"device_id", "pg_options", "backend_options"} & kwargs.keys()))
@@ -113,7 +113,6 @@ def simulated_torch(
 
     changes: list[tuple[Any, str, Any]] = [
         (c10d, "_new_process_group_helper", make_group),
-        (dist.Backend, "backend_list", [*dist.Backend.backend_list, BACKEND]),
         (time, "sleep", lambda seconds, /: sleep(float(seconds)) if is_simulated() else real_sleep(seconds)),
         (signal, "signal", set_signal),
         *((time, name, ahead(getattr(time, name))) for name in ("monotonic", "time", "perf_counter")),
@@ -121,8 +120,10 @@ def simulated_torch(
     handlers = dict.fromkeys(("env", "tcp", "file"), meet)
     with replaced(changes), mock.patch.dict(rendezvous._rendezvous_handlers, handlers):
         isolate(True)
+        dist.Backend.backend_list.append(BACKEND)
         try:
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:
             isolate(False)
+            dist.Backend.backend_list.remove(BACKEND)

@@ -30,13 +30,14 @@ def prove(
         OptionError: a number of ranks does not divide the batch, or is below 2.
 
     Example:
-        >>> import torch
+        >>> import distwrap, torch
         >>> def train():
-        ...     model = torch.nn.Linear(1, 1)
+        ...     torch.manual_seed(0)
+        ...     model = distwrap.wrap_model(torch.nn.Linear(1, 1))
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ...     model(torch.ones(12, 1)).mean().backward()
         ...     optimizer.step()
-        >>> prove(train, ranks=[2]).verdict  # all ranks do the same
+        >>> prove(train, ranks=[2]).verdict
         'equal'
     """
     proof = proven(Program(function=fn, arguments=args), ranks=ranks, steps=steps, batch=batch)

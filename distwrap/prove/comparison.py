@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ def compare(one: World, several: World) -> Comparison:
     alone = one.seen.get(0, Seen())
     for number, step in enumerate(alone.steps):
         theirs = [seen.steps[number] for seen in ranks if number < len(seen.steps)]
-        if len(theirs) < len(ranks):
+        if len(theirs) < len(ranks) or (several.error and not all(each.weights for each in theirs)):
             break
         found.difference = _of_step(number + 1, step, theirs, found, alone)
         size = sum(step.samples.values())
@@ -104,7 +105,7 @@ def compare(one: World, several: World) -> Comparison:
 def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference:
     place = several[0].place
     for rank, step in enumerate(several):
-        if step.rates != one.rates:
+        if not _near_bits(step.rates, one.rates):
             how = f"{step.rates} on rank {rank}, {one.rates} in one process"
             ratio = step.rates[0] / one.rates[0] if one.rates and step.rates and one.rates[0] else None
             return Difference("learning-rate", number, place, "the learning rate", how, ratio)
@@ -149,7 +150,8 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
         states = [each.state[name] for each in several if each.state.get(name)]
         wrong = [each for each in states if len(each) == len(sums) and not _near(each, sums, number)]
         if wrong:
-            return Difference("weights-apart", number, place, f"the optimizer's state of {name}", f"{wrong[0]}, {sums}")
+            what = f"the optimizer's state of {name}"
+            return Difference("weights-apart", number, place, what, f"{wrong[0]}, {sums}", size=0.0)
     found.compared["optimizer state"] += len(one.state)
     losses = [sum(each.losses) for each in several]
     if losses and one.losses and _near([sum(losses) / len(losses)], [sum(one.losses)], number):
@@ -257,6 +259,10 @@ def _ranks_that_differ(several: list[dict[str, Tensor]], one: dict[str, Tensor],
         rank for rank, each in enumerate(several) if name in each and _ratio(one[name], each[name], 0.0, step) != 1.0
     ]
     return f"on {named_ranks(wrong)}" if len(wrong) < len(several) else "on all ranks"
+
+
+def _near_bits(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(one, other, strict=True))
 
 
 def _near(one: list[float], other: list[float], step: int) -> bool:

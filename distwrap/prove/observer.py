@@ -108,10 +108,13 @@ class _Rank:
         if not (torch.is_grad_enabled() and module.training):
             self.seen.evaluations += not torch.is_grad_enabled()
             return
-        tensors = [each for each in args if isinstance(each, Tensor) and each.dim() and not each.requires_grad]
+        has_weights = next(module.parameters(), None) is not None  # a loss as a module has none
+        tensors = [
+            each for each in args if has_weights and isinstance(each, Tensor) and each.dim() and not each.requires_grad
+        ]
         for row in range(len(tensors[0])) if tensors else ():
             own = [each[row].contiguous() for each in tensors if len(each) == len(tensors[0])]
-            self.samples[zlib.crc32(b"".join(each.cpu().numpy().tobytes() for each in own))] += 1
+            self.samples[zlib.crc32(b"".join(_bytes(each) for each in own))] += 1
 
     def _add(self, root: nn.Module) -> None:
         number = len(self.roots)
@@ -127,7 +130,7 @@ class _Rank:
         kind = type(unwrap_model(getattr(root, "module", root))).__name__
         for name, parameter in root.named_parameters(remove_duplicate=False):
             plain = _plain(name)
-            self.names[id(parameter)] = f"{kind}.{plain}" if number else plain
+            self.names.setdefault(id(parameter), f"{kind}#{number}.{plain}" if number else plain)
 
     def end_backward(self, losses: list[float]) -> None:
         self.losses += losses
@@ -167,8 +170,8 @@ class _Rank:
 
     def _named(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                yield self.names.setdefault(id(parameter), f"parameter {index}"), parameter
+            for parameter in group["params"]:
+                yield self.names.setdefault(id(parameter), f"parameter {len(self.names)}"), parameter
 
 
 class Observer:
@@ -263,6 +266,10 @@ def numbers_in(value: Any) -> list[float]:
 def _place() -> str:
     frame = stacks.users_frame()
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _bytes(row: Tensor) -> bytes:
+    return row.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _plain(name: str) -> str:

@@ -89,9 +89,10 @@ def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), steps: int = 12
         OptionError: a number of ranks does not divide the batch, or is below 2.
     """
     for number in ranks:
-        if number < 2 or (batch or 12 * number) % number:
+        if number < 2 or (batch or 12) % number:
             raise OptionError(
-                f"a proof compares one process with 2 ranks or more, which divide the batch; got {number}."
+                "a proof compares one process with 2 ranks or more, which divide the batch "
+                f"({batch or 'a multiple of 12'}); got {number} ranks. Say batch= too."
             )
     import_before_group()
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports for two seconds what every world needs

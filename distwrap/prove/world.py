@@ -39,6 +39,7 @@ _CHANGES = {
     **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"), _ONE),
     **dict.fromkeys(("os.rename", "os.link", "os.symlink"), _BOTH),
     "socket.connect": slice(1, 2),
+    **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), _ONE),
 }
 _SECONDS = 600.0  # for a world
 
@@ -213,8 +214,11 @@ def _start(program: Program, size: Size) -> list[Any]:
                 raise LaunchError(words)
         else:
             sys.path.insert(0, str(Path(program.script).parent.resolve()))
-            with contextlib.suppress(SystemExit):
+            try:
                 runpy.run_path(program.script, run_name="__main__")
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    raise
     return []
 
 
@@ -272,6 +276,13 @@ def _guard(folder: Path, allow_writes: bool) -> list[str]:
                 "its own folder: give the loop a relative path, or say --allow-writes."
             )
 
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, _PATHS):
+            look("os.mkdir", (f,))  # which torch writes without an audit event
+        real(obj, f, *args, **kwargs)
+
+    real = torch.save
+    torch.save = save
     sys.addaudithook(look)
     return allowed
 

@@ -107,7 +107,9 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
         >>> locate([("/home/me/train.py", 88, "main"), (_TORCH + "distributed/distributed_c10d.py", 3, "all_reduce")])
         ('all_reduce', 'train.py:88')
     """
-    stack = list(takewhile(lambda line: not line[0].endswith(_DEBUGGER), lines))
+    stack = list(lines)
+    first = next((index for index, (file, _, _) in enumerate(stack) if is_users(file)), 0)
+    stack[first:] = takewhile(lambda line: not line[0].endswith(_DEBUGGER), stack[first:])
     theirs = [index for index, (file, _, _) in enumerate(stack) if is_users(file)]
     if not theirs:  # user code that is installed as a library, or none
         theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((OURS, _TORCH, "<"))]

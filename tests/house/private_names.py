@@ -68,7 +68,7 @@ class ReliedOn(NamedTuple):
     @property
     def can_be_hidden(self) -> bool:
         """Whether it is an attribute of a module or class, rather than of each instance, that no import needs."""
-        return "(" not in self.expression and self.name != "_module_locks"
+        return "(" not in self.expression and self.name not in ("_module_locks", "_data")
 
 
 def problems(trees: dict[Path, ast.Module]) -> Iterator[str]:

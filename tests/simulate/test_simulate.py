@@ -295,3 +295,19 @@ def test_many_ranks() -> None:
     assert simulate(_meets, 100) == ["met"] * 100
     assert threading.active_count() == 1
     assert "tests.simulate" in sys.modules
+
+
+def _splits_unevenly() -> None:
+    dist.all_to_all_single(torch.zeros(3), torch.arange(3.0))
+
+
+def _unlike_parts() -> None:
+    parts = [torch.ones(2), torch.ones(2 if dw.rank() == 0 else 1)]
+    dist.reduce_scatter(torch.zeros(2), parts)
+
+
+def test_what_gloo_refuses_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="split"):
+        simulate(_splits_unevenly, 2)
+    with pytest.raises(CollectiveError, match="different collectives"):
+        simulate(_unlike_parts, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import gc
 import os
 import sys
@@ -49,8 +50,9 @@ def test_code_that_is_installed() -> None:
     stack = [(f"{INSTALLED}/mylib/loop.py", 5, "fit"), (f"{TORCH}/x.py", 1, "all_reduce")]
     assert locate(stack) == ("all_reduce", "loop.py:5")
     assert locate([]) == ("", "an unknown place")
-    typed = [MAIN, ("/usr/lib/python3.12/bdb.py", 90, "trace_dispatch"), ("<stdin>", 1, "<module>")]
+    typed = [MAIN, (bdb.__file__, 90, "trace_dispatch"), ("<stdin>", 1, "<module>")]
     assert locate(typed)[1] == "train.py:88"  # not what is typed in a debugger
+    assert locate([typed[1], MAIN])[1] == "train.py:88"  # nor all that one runs
 
 
 def test_equal_places_stand_together() -> None:

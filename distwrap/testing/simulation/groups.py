@@ -80,6 +80,7 @@ class SimulatedWork(dist.Work):
         while self._result is None:
             if self._has_ended():
                 self._result = self._take()
+                self._take, self._has_ended, self._words = list, lambda: True, ""  # which hold all ranks' tensors
             else:
                 self._signal.wait(words=self._words)
         return self._result
@@ -131,7 +132,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._exchanges, self._rank, self._size, self._key, self._begun = exchanges, rank, size, key, 0
         self._name, self._description = name, ""
         self._ranks: list[int] = []  # in the world, which torch knows once the group is made
-        self._together: list[SimulatedWork] = []  # begun since the last `_start_coalescing`
+        self._together: list[SimulatedWork] | None = None  # begun since `_start_coalescing`
 
     def getBackendName(self) -> str:
         return "simulated"
@@ -162,7 +163,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._together = []
 
     def _end_coalescing(self, device: Any) -> SimulatedWork:
-        works = self._together
+        works, self._together = self._together or [], None
         signal = Signal(self._exchanges.scheduler)
         return SimulatedWork(signal, "", lambda: True, lambda: [each for work in works for each in work.result()])
 
@@ -172,7 +173,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self,
         name: str,
         inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None,
         combine: Callable[[Rows], list[Tensor]],
         *words: str,
         alike: Sequence[Tensor] | None = None,
@@ -184,7 +185,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         Args:
             name: its name.
             inputs: this rank's.
-            outputs: tensors to write to; a rank without any writes nothing.
+            outputs: tensors to write to; ``None`` where this rank receives nothing.
             combine: returns what the outputs become, given the ranks' inputs.
             *words: what else must be alike on all ranks.
             alike: tensors of which shapes and types must be; by default the inputs.
@@ -226,13 +227,14 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 assert made.error is not None
                 raise made.error
             values = made.values[rank::size] if scatters else made.values
-            for output, value in zip(outputs, values, strict=bool(outputs)):
+            for output, value in () if outputs is None else zip(outputs, values, strict=True):
                 _write(output, value)
-            return list(outputs) if result is None else result
+            return list(outputs or ()) if result is None else result
 
         has_ended = lambda: made.values is not None or made.error is not None  # noqa: E731
         work = SimulatedWork(made.signal, awaited, has_ended, take)
-        self._together.append(work)
+        if self._together is not None:
+            self._together.append(work)
         return work
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
@@ -241,12 +243,12 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         how, root = _operation(opts), opts.rootRank
-        outputs = tensors * (self._rank == root)
+        outputs = tensors if self._rank == root else None
         return self._begin("reduce", tensors, outputs, partial(_reduced, how), how, f"to rank {root}", result=tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         root = opts.rootRank
-        outputs = tensors * (self._rank != root)
+        outputs = tensors if self._rank != root else None
         of_root = partial(_copies, root=root)
         return self._begin("broadcast", tensors, outputs, of_root, f"from rank {root}", result=tensors)
 
@@ -266,7 +268,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self.allgather_into_tensor_coalesced([output], [value])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
-        own = outputs[0] if self._rank == opts.rootRank else []
+        own = outputs[0] if self._rank == opts.rootRank else None
         return self._begin("gather", inputs, own, _copies, f"to rank {opts.rootRank}", result=outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
@@ -274,30 +276,37 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         own, of_root = inputs[0] if self._rank == root else [], partial(_copies, root=root)
         return self._begin("scatter", own, outputs, of_root, f"from rank {root}", alike=outputs, scatters=True)
 
-    def _scatter_sums(self, name: str, outputs: list[Tensor], parts: list[Tensor], opts: Any) -> SimulatedWork:
+    def _scatter_sums(
+        self, name: str, outputs: list[Tensor], parts: list[Tensor], alike: list[Tensor], opts: Any
+    ) -> SimulatedWork:
         """Give each rank sums of its parts, which stand together, one for each rank."""
-        how, alike = _operation(opts), parts[:: self._size]
+        how = _operation(opts)
         return self._begin(name, parts, outputs, partial(_reduced, how), how, alike=alike, scatters=True)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
-        return self._scatter_sums("reduce_scatter", outputs, inputs[0], opts)
+        return self._scatter_sums("reduce_scatter", outputs, inputs[0], inputs[0], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         parts = [part for each in inputs for part in each.detach().reshape(self._size, -1)]
-        return self._scatter_sums("reduce_scatter_tensor", outputs, parts, opts)
+        return self._scatter_sums("reduce_scatter_tensor", outputs, parts, inputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, value: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_tensor_coalesced([output], [value], opts)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, result: Any = None
+    ) -> SimulatedWork:
+        if not len(outputs) == len(inputs) == self._size:
+            raise ValueError(f"all_to_all of {self._size} ranks got {len(inputs)} and {len(outputs)} tensors.")
         types = sorted({_dtype(each) for each in inputs})
-        return self._begin("all_to_all", inputs, outputs, _copies, *types, alike=[], scatters=True)
+        return self._begin("all_to_all", inputs, outputs, _copies, *types, alike=[], scatters=True, result=result)
 
     def alltoall_base(self, output: Tensor, value: Tensor, output_sizes: Any, input_sizes: Any, _: Any = None) -> Any:
         def parts(tensor: Tensor, sizes: Any) -> list[Tensor]:
-            return list(torch.split(tensor.detach(), list(sizes) or tensor.shape[0] // self._size))
+            each = list(sizes) or [tensor.shape[0] // self._size] * self._size
+            return list(torch.split(tensor.detach(), each))
 
-        return self.alltoall(parts(output, output_sizes), parts(value, input_sizes))
+        return self.alltoall(parts(output, output_sizes), parts(value, input_sizes), result=[output])
 
     # The names that some versions of torch, and coalescing, have for the same.
     allreduce_coalesced, allgather_coalesced, all_to_all_single = allreduce, allgather, alltoall_base

@@ -11,7 +11,7 @@ from typing import Literal
 from distwrap.devices.selection import visible_devices
 from distwrap.environments import distwrap_environment
 from distwrap.errors import OptionError, WorkerDiedError
-from distwrap.group import setup
+from distwrap.group import failures, setup
 from distwrap.launch import transport, worker
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.callers_models import given_models, say_what_stays
@@ -21,6 +21,7 @@ from distwrap.options import QUIET, switched_on
 from distwrap.strategies.base import Strategy
 from distwrap.testing.simulation.faults import Fail, watched
 from distwrap.testing.simulation.process_state import ProcessState
+from distwrap.testing.simulation.scheduler import Cancelled
 from distwrap.testing.simulation.simulation import Simulation
 from distwrap.wording import print_notice
 
@@ -66,21 +67,28 @@ class SimulateLauncher(Launcher):
             assignment = replace(plan, placement=places[rank])
             assert assignment.payload is not None
             task = transport.unpack(assignment.payload)
-            given = given_models(task)
-            value, trained = worker.take_part(assignment, task, lambda report: None)
-            say_what_stays(task, given, value)
-            packed = worker.packed(assignment, task, value, trained)
-            setup.teardown_process_group()
-            outcomes.append(success(rank, packed))
+            try:
+                given = given_models(task)
+                value, trained = worker.take_part(assignment, task, lambda report: None)
+                say_what_stays(task, given, value)
+                packed = worker.packed(assignment, task, value, trained)
+                setup.teardown_process_group()
+                outcomes.append(success(rank, packed))
+            except Cancelled:
+                raise
+            except BaseException as error:
+                if simulation.scheduler.failure is None:  # else this only follows from it
+                    outcomes.append(failure(rank, failures.explained(error)))
+                raise
 
         if not switched_on(os.environ, QUIET):
             shared = "" if is_script else ", and share all modules"
             print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
         with watched(simulation.scheduler, self.fail):
             # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
-            failed = simulation.run(body, [state(rank) for rank in range(job.nprocs)], first_here=False)
-        if failed is not None and failed[0] is not None:
-            return [*outcomes, failure(failed[0], failed[1])]
+            failed = simulation.run(body, state, first_here=False)
+        if any(outcome.failed for outcome in outcomes):
+            return outcomes
         for task in simulation.scheduler.tasks:
             if task.rank.is_dead:
                 number, event = task.rank.number, task.rank.events

@@ -80,7 +80,7 @@ class ProcessState:
         self._values[-len(groups) :] = groups
         code = os.fsencode if os.supports_bytes_environ else str
         self._values[0] |= {code(name): code(value) for name, value in (variables or {}).items()}
-        self.modules = modules
+        self.modules, self._count = modules, 0
 
     @classmethod
     def capture(cls, *, owns_modules: bool = False) -> ProcessState:
@@ -95,13 +95,14 @@ class ProcessState:
             set_part(value)
         if self.modules is not None:
             sys.modules.update(self.modules)
+            self._count = len(sys.modules)
 
     def leave(self) -> None:
         """Keep what is now the state of the process."""
         self._values = [get() for get, _ in _PARTS]
         if self.modules is None:
             return
-        if len(sys.modules) != len(_libraries) + len(self.modules):  # some were imported
+        if len(sys.modules) != self._count:  # some were imported
             for name in sys.modules.keys() - self.modules.keys() - _libraries:
                 self.modules.update({name: sys.modules[name]}) if _is_own(name) else _libraries.add(name)
         self.modules = {name: sys.modules.pop(name) for name in self.modules if name in sys.modules}

@@ -226,12 +226,16 @@ class Scheduler:
 
     def _until(self, wait: Callable[..., bool]) -> None:
         """Wait; an error of a signal's handler meanwhile is raised where the thread whose turn it is waits next."""
-        try:
-            wait()
-        except BaseException as error:
-            self._interrupt = error
-            if not wait(timeout=_INTERRUPT_SECONDS):
-                raise  # the other thread waits for something of which the simulation knows nothing
+        limit: dict[str, float] = {}
+        while True:
+            try:
+                if wait(**limit):
+                    return
+            except BaseException as error:  # noqa: BLE001 - raised below, or in the other thread
+                self._interrupt, limit = error, {"timeout": _INTERRUPT_SECONDS}
+            else:
+                assert self._interrupt is not None
+                raise self._interrupt  # the other thread waits for something of which the simulation knows nothing
 
     def _next(self) -> Task | None:
         """Return the thread whose turn it is; ``None`` if all have ended."""

@@ -76,9 +76,14 @@ def failure_of(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
         answered_for_ranks(is_users, ranks, simulation.rank, mode),
     ):
         import_before_group()
-        failed = simulation.run(body, [state(rank) for rank in range(ranks)], first_here=True)
+        failed = simulation.run(body, state, first_here=True)
     sys.stdout.flush()  # what the ranks have printed comes first
-    return "" if failed is None else _told(*failed)
+    if failed is None:
+        return ""
+    rank, cause = failed
+    if rank is None and not isinstance(cause, Exception):
+        raise cause  # Ctrl-C
+    return _told(rank, cause)
 
 
 def _told(rank: int | None, error: BaseException) -> str:

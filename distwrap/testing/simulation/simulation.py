@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -51,22 +51,19 @@ class Simulation:
     def __init__(self, ranks: int, seed: int | None = None) -> None:
         self.scheduler = Scheduler(seed)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self._store = SimulatedStore(self.scheduler, ranks)
+        self._ranks, self._store = ranks, SimulatedStore(self.scheduler, ranks)
         self._exchanges = Exchanges(self.scheduler)
         self._groups: Counter[Any] = Counter()
         self._makers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        # Before the ranks' states are made, of which torch's hooks are a part.
-        hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
-        self._hooks = [hook(self._note_maker) for hook in hooks]
 
     def run(
-        self, body: Callable[[int], object], states: Sequence[ProcessState], *, first_here: bool
+        self, body: Callable[[int], object], state: Callable[[int], ProcessState], *, first_here: bool
     ) -> tuple[int | None, BaseException] | None:
         """Run a function for each rank, until all have returned or none can go on.
 
         Args:
             body: what each rank runs, given its number.
-            states: of their processes at the start.
+            state: returns that of a rank's process at the start.
             first_here: whether rank 0 runs in this thread, which gets signals.
 
         Returns:
@@ -86,10 +83,20 @@ class Simulation:
                 if default is not None and default_device() != default:  # the caller's is that of its thread alone
                     stack.enter_context(default)
                 stack.callback(_leave)
-                body(rank)
+                try:
+                    body(rank)
+                except Cancelled:
+                    raise
+                except BaseException as error:
+                    clock.fail(error, clock.current())  # before the rank leaves, which may lead to others
+                    raise
 
-        for number, state in enumerate(states):
-            Task(clock, Rank(number, state), partial(run, number), is_main=True).start()
+        # Before the ranks' states are made, of which torch's hooks are a part.
+        hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        handles = [hook(self._note_maker) for hook in hooks]
+        states = [state(rank) for rank in range(self._ranks)]
+        for number, own in enumerate(states):
+            Task(clock, Rank(number, own), partial(run, number), is_main=True).start()
         here = ProcessState.capture(owns_modules=states[0].modules is not None)
         with simulated_torch(lambda: self._store, self.is_rank, clock.sleep, lambda: clock.slept):
             simulated.running = self
@@ -98,8 +105,8 @@ class Simulation:
             finally:
                 simulated.running = None
                 here.enter()
-                for hook in self._hooks:
-                    hook.remove()
+                for handle in handles:
+                    handle.remove()
         if clock.failure is None:
             return None
         return None if clock.failed is None else clock.failed.rank.number, clock.failure

@@ -53,7 +53,7 @@ class SimulatedStore(Store):
         if self._scheduler.current() is not None:  # the caller of the simulation reads it too
             self._scheduler.event(f"store.{name}({key!r})")
         found = getattr(self._table, name)(*args)
-        if isinstance(key, str) and key in self._signals:
+        if name in ("set", "add", "append", "compare_set") and key in self._signals:
             self._signals.pop(key).notify_all()
         return found
 
@@ -64,8 +64,6 @@ class SimulatedStore(Store):
     compare_set = partialmethod(_call, "compare_set")
     delete_key = partialmethod(_call, "delete_key")
     num_keys = partialmethod(_call, "num_keys")
-    queue_push = partialmethod(_call, "queue_push")
-    queue_len = partialmethod(_call, "queue_len")
     list_keys = partialmethod(_call, "list_keys")
     deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's native stores call them
 
@@ -86,11 +84,6 @@ class SimulatedStore(Store):
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        while block and not self.queue_len(key):
-            self._signals[key].wait(words=f"the queue {key!r} of the store")
-        return bytes(self._table.queue_pop(key, False))
 
     def has_extended_api(self) -> bool:
         return True
