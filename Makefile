@@ -65,10 +65,10 @@ nightly: $(VENV)/.installed-test
 gpu-report:
 	$(PYTHON) -m tests.gpu_report
 
-ONLY ?= .
 prove: $(VENV)/.installed-test
 	JOBS="$(JOBS)" $(bin)/python -m tests.nightly --rows prove
 
+ONLY ?= .
 corpus: $(VENV)/.installed-test
 	$(bin)/python -m tests.corpus --only '$(ONLY)'
 

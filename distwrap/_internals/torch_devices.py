@@ -124,9 +124,8 @@ def _answers(module: Any, ranks: int, rank: Callable[[], int], *, on_cpu: bool) 
             yield name, known[name]
         elif on_cpu and name in of_cpu:
             yield name, of_cpu[name]
-        elif (
-            on_cpu and inspect.isroutine(real) and name[0] != "_" and "graph" not in name
-        ):  # which torch refuses itself
+        elif on_cpu and inspect.isroutine(real) and name[0] != "_" and "graph" not in name:
+            # Graphs are refused by torch itself.
             yield name, 0 if name.startswith(("memory_", "max_memory_")) else None
 
 

@@ -4,6 +4,8 @@ import argparse
 import json
 from typing import Any
 
+from distwrap.cli.simulate import add_script, arguments_of_script
+
 
 def add_arguments(commands: Any) -> None:
     """Add the command's parser."""
@@ -19,8 +21,7 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument("--double", action="store_true", help="compute in float64")
     parser.add_argument("--allow-writes", action="store_true", help="let the loop write outside of the proof's folder")
     parser.add_argument("--json", action="store_true", help="print all that was found as JSON")
-    parser.add_argument("script", help="a Python file, with distwrap or with nothing but torch.distributed")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
+    add_script(parser)
     parser.set_defaults(run=run)
 
 
@@ -38,8 +39,7 @@ def run(given: argparse.Namespace) -> int:
 
     if not Path(given.script).is_file():
         raise OptionError(f"there is no script {given.script}")
-    words = given.arguments[1:] if given.arguments[:1] == ["--"] else given.arguments
-    path = str(Path(given.script).resolve())
+    path, words = str(Path(given.script).resolve()), arguments_of_script(given)
     program = Program(path, words, allow_writes=given.allow_writes, double=given.double)
     proof = prove(program, ranks=given.ranks, steps=given.steps, batch=given.batch)
     print(json.dumps(proof.as_json(), indent=1) if given.json else proof)

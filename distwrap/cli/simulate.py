@@ -17,17 +17,28 @@ def add_arguments(commands: Any) -> None:
     )
     parser.add_argument("-n", "--nprocs", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
     parser.add_argument("--schedule", type=int, metavar="SEED", help="draw another order of the ranks' turns")
+    add_script(parser)
+    parser.set_defaults(run=run)
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add a script and its own arguments, which come last."""
     parser.add_argument("script", help="a Python file, with distwrap or with nothing but torch.distributed")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
-    parser.set_defaults(run=run)
+
+
+def arguments_of_script(given: argparse.Namespace) -> list[str]:
+    """Return the script's own arguments, also where ``--`` stands before them."""
+    words: list[str] = given.arguments
+    return words[1:] if words[:1] == ["--"] else words
 
 
 def run(given: argparse.Namespace) -> int:
     """Run the script, and return 1 if a rank has failed, or none can go on."""
     from distwrap.testing.simulation.script import failure_of
 
-    words = given.arguments[1:] if given.arguments[:1] == ["--"] else given.arguments
-    failure = failure_of(given.script, AT_LEAST_ONE("-n", given.nprocs), words, schedule=given.schedule)
+    ranks, words = AT_LEAST_ONE("-n", given.nprocs), arguments_of_script(given)
+    failure = failure_of(given.script, ranks, words, schedule=given.schedule)
     if failure:
         print(f"distwrap: {failure}", file=sys.stderr)
     return int(bool(failure))

@@ -105,18 +105,14 @@ def compare(one: World, several: World) -> Comparison:
 def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference:
     place = several[0].place
     for rank, step in enumerate(several):
-        if not _near_bits(step.rates, one.rates):
+        if not _are_the_same(step.rates, one.rates):
             how = f"{step.rates} on rank {rank}, {one.rates} in one process"
             ratio = step.rates[0] / one.rates[0] if one.rates and step.rates and one.rates[0] else None
             return Difference("learning-rate", number, place, "the learning rate", how, ratio)
     found.compared["learning rates"] += len(one.rates)
     samples = _of_samples(one, several, found, alone)
-    begun = _of_tensors([each.begun for each in several], one.begun, number)
-    if begun:
-        how = _ranks_that_differ([each.begun for each in several], one.begun, next(iter(begun)), number)
-        return Difference(
-            "weights-apart", number, place, f"the weights of {_names(list(begun), one.begun)}, before", how
-        )
+    if apart := _of_weights(number, place, [each.begun for each in several], one.begun, ", before"):
+        return apart
     at_step = _of_tensors([each.gradients for each in several], one.gradients, number)
     before = _of_tensors([each.after_backward for each in several], one.after_backward, number)
     by_hand = any(_are_apart([each.after_backward.get(name) for each in several]) for name in before)
@@ -133,12 +129,9 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
         size = _size(theirs, one.gradients if differ is at_step else one.after_backward, differ)
         return Difference(mistake, number, several[0].backward or place, what, how, ratio, size)
     found.compared["gradients"] += len(one.gradients)
-    weights = _of_tensors([each.weights for each in several], one.weights, number)
-    if weights:
-        how = _ranks_that_differ([each.weights for each in several], one.weights, next(iter(weights)), number)
-        # Adam makes steps of any size from gradients that are zero but for rounding: float64 decides.
-        what = f"the weights of {_names(list(weights), one.weights)}"
-        return Difference("weights-apart", number, place, what, how, size=0.0)
+    # Adam makes steps of any size from gradients that are zero but for rounding: float64 decides.
+    if apart := _of_weights(number, place, [each.weights for each in several], one.weights, size=0.0):
+        return apart
     found.compared["weights"] += len(one.weights)
     buffers = _of_tensors([each.buffers for each in several], one.buffers, number)
     if buffers and not alone.statistics:
@@ -157,6 +150,16 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     if losses and one.losses and _near([sum(losses) / len(losses)], [sum(one.losses)], number):
         found.compared["losses"] += 1
     return Difference()
+
+
+def _of_weights(
+    number: int, place: str, several: list[dict[str, Tensor]], one: dict[str, Tensor], when: str = "", size: float = 1.0
+) -> Difference | None:
+    differ = list(_of_tensors(several, one, number))
+    if not differ:
+        return None
+    how = _ranks_that_differ(several, one, differ[0], number)
+    return Difference("weights-apart", number, place, f"the weights of {_names(differ, one)}{when}", how, size=size)
 
 
 def _of_samples(one: Step, several: list[Step], found: Comparison, alone: Seen) -> str:
@@ -261,7 +264,7 @@ def _ranks_that_differ(several: list[dict[str, Tensor]], one: dict[str, Tensor],
     return f"on {named_ranks(wrong)}" if len(wrong) < len(several) else "on all ranks"
 
 
-def _near_bits(one: list[float], other: list[float]) -> bool:
+def _are_the_same(one: list[float], other: list[float]) -> bool:
     return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(one, other, strict=True))
 
 
@@ -280,7 +283,7 @@ def _of_numbers(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference
         found.compared["returned numbers"] += len(alone.returned)
     theirs = [(seen.printed, rank) for rank, seen in enumerate(ranks) if seen.printed]
     if theirs and [len(numbers) for *_, numbers in theirs[0][0]] == [len(numbers) for *_, numbers in alone.printed]:
-        for (place, _, mine), (_, _, numbers) in zip(alone.printed, theirs[0][0], strict=True):
+        for (place, mine), (_, numbers) in zip(alone.printed, theirs[0][0], strict=True):
             if not _near(mine, numbers, found.steps):
                 how = _numbers(numbers, mine, theirs[0][1])
                 return Difference("number-of-a-part", 0, place, "what was printed", how)

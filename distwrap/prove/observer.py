@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distwrap._internals.torch_prove import hooked_backward
+from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.places import place
 from distwrap.supervision import stacks
@@ -25,7 +26,6 @@ from distwrap.supervision import stacks
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass
@@ -33,7 +33,6 @@ class Step:
     """One step of one optimizer on one rank.
 
     Attributes:
-        optimizer: its number on this rank, in the order of the first steps.
         place: the line of the user's that has made it.
         backward: that of the last backward.
         losses: of the backwards since the last step.
@@ -48,7 +47,6 @@ class Step:
         draws: whether torch's random numbers were drawn since the last step.
     """
 
-    optimizer: int
     place: str
     backward: str = ""
     losses: list[float] = field(default_factory=list)
@@ -69,7 +67,7 @@ class Seen:
 
     Attributes:
         steps: of its optimizers, in order.
-        printed: numbers that it has printed, by the line of the user's, each with how many steps it had made.
+        printed: numbers that it has printed, by the line of the user's.
         random: names of modules that draw random numbers in training.
         statistics: names of modules that normalize by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
@@ -78,7 +76,7 @@ class Seen:
     """
 
     steps: list[Step] = field(default_factory=list)
-    printed: list[tuple[str, int, list[float]]] = field(default_factory=list)
+    printed: list[tuple[str, list[float]]] = field(default_factory=list)
     random: list[str] = field(default_factory=list)
     statistics: list[str] = field(default_factory=list)
     evaluations: int = 0
@@ -91,7 +89,6 @@ class _Rank:
 
     def __init__(self) -> None:
         self.seen = Seen()
-        self.optimizers: dict[int, int] = {}
         self.roots: dict[int, nn.Module] = {}
         self.inner = set[int]()
         self.names: dict[int, str] = {}
@@ -128,8 +125,7 @@ class _Rank:
                 self.seen.statistics.append(name)
         self.roots[id(root)] = root
         kind = type(unwrap_model(getattr(root, "module", root))).__name__
-        for name, parameter in root.named_parameters(remove_duplicate=False):
-            plain = _plain(name)
+        for plain, parameter in strip_module_prefix(dict(root.named_parameters(remove_duplicate=False))).items():
             self.names.setdefault(id(parameter), f"{kind}#{number}.{plain}" if number else plain)
 
     def end_backward(self, losses: list[float]) -> None:
@@ -143,8 +139,7 @@ class _Rank:
         }
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        number = self.optimizers.setdefault(id(optimizer), len(self.optimizers))
-        step = Step(number, _place(), self.backward, self.losses, self.samples)
+        step = Step(_place(), self.backward, self.losses, self.samples)
         step.draws = self.random is not None and not torch.equal(self.random, torch.get_rng_state())
         named = list(self._named(optimizer))
         step.begun = {name: _whole(each) for name, each in named}
@@ -163,9 +158,9 @@ class _Rank:
             state = optimizer.state.get(each, {})
             step.state[name] = [float(value.double().abs().sum()) for value in state.values() if type(value) is Tensor]
         step.buffers = {
-            _plain(name): buffer.detach().clone()
+            name: buffer.detach().clone()
             for root in self.roots.values()
-            for name, buffer in root.named_buffers()
+            for name, buffer in strip_module_prefix(dict(root.named_buffers())).items()
         }
 
     def _named(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -237,8 +232,7 @@ class _Printing:
 
     def write(self, text: str) -> int:
         if numbers := numbers_in(text):
-            rank = self._observer.here()
-            rank.seen.printed.append((_place(), len(rank.seen.steps), numbers))
+            self._observer.here().seen.printed.append((_place(), numbers))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -270,12 +264,6 @@ def _place() -> str:
 
 def _bytes(row: Tensor) -> bytes:
     return row.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _plain(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 def _whole(value: Any) -> Tensor:

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -108,7 +109,7 @@ class Program:
     allow_writes: bool = False
     double: bool = False
 
-    @property
+    @cached_property
     def is_decorated(self) -> bool:
         """Whether it launches its ranks itself, by distwrap."""
         if self.function is not None:
@@ -143,19 +144,23 @@ def run(program: Program, size: Size, steps: int) -> World:
                 traceback.print_exc(file=sys.__stderr__)
             finally:
                 os._exit(1)
-        ended: tuple[int, int] | None = None
+        ended = status = 0
+
+        def has_ended() -> bool:
+            nonlocal ended, status
+            ended, status = os.waitpid(child, os.WNOHANG)
+            return bool(ended)
+
         try:
-            ended = wait_until(
-                lambda: next((each for each in [os.waitpid(child, os.WNOHANG)] if each[0]), None), _SECONDS
-            )
+            wait_until(has_ended, _SECONDS)
         finally:
-            if ended is None:
+            if not ended:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-        if ended is None:
+        if not ended:
             raise LaunchError(f"the world of {size.ranks} ranks was not done in {_SECONDS} s: look at fewer --steps.")
         if not found.exists():
-            raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {ended[1]}).")
+            raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {status}).")
         world: World = torch.load(found, weights_only=False)  # of our own process
         return world
 

@@ -8,7 +8,6 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import takewhile
 from types import FrameType, TracebackType
 
 import torch
@@ -108,10 +107,12 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
         ('all_reduce', 'train.py:88')
     """
     stack = list(lines)
-    first = next((index for index, (file, _, _) in enumerate(stack) if is_users(file)), 0)
-    stack[first:] = takewhile(lambda line: not line[0].endswith(_DEBUGGER), stack[first:])
     theirs = [index for index, (file, _, _) in enumerate(stack) if is_users(file)]
-    if not theirs:  # user code that is installed as a library, or none
+    if theirs:
+        inner = range(theirs[0], len(stack))
+        stack = stack[: next((index for index in inner if stack[index][0].endswith(_DEBUGGER)), len(stack))]
+        theirs = [index for index in theirs if index < len(stack)]
+    else:  # user code that is installed as a library, or none
         theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((OURS, _TORCH, "<"))]
     called = stack[theirs[-1] + 1 :] if theirs else stack
     if any((file, name) in _END_OF_RUN for file, _, name in called):

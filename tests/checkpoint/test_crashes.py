@@ -27,7 +27,7 @@ def kill(module: str, times: int, *words: object) -> None:
     killed, in_midst, newest = map(int, done.stdout.split()[-3:])
     assert killed >= times
     assert in_midst >= max(1, times // 10), "hardly any kill has met anything half-written: the moments prove nothing"
-    assert newest >= times // 15  # on busy cores none of a dozen may be
+    assert newest > times // 15
 
 
 @pytest.mark.parametrize(

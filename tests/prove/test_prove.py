@@ -48,13 +48,18 @@ def test_a_right_loop_is_equal(path: Path) -> None:
     assert proof.verdict == ("not comparable" if named(path) in DRAWING else "equal"), str(proof)
 
 
-@pytest.mark.parametrize("planted", cases(PLANTED, [each.name for each in PLANTED]), ids=lambda each: each.name)
-def test_a_planted_mistake_is_named(planted: Planted, tmp_path: Path) -> None:
+def proven_with(planted: Planted, folder: Path) -> Proof:
+    """Prove a loop with a mistake in it."""
     text = (LOOPS / planted.loop).read_text()
     assert text.count(planted.old) == 1
-    path = tmp_path / Path(planted.loop).name
+    path = folder / Path(planted.loop).name
     path.write_text(text.replace(planted.old, planted.new))
-    proof = proven(Program(str(path)), steps=60)
+    return proven(Program(str(path)), steps=60)
+
+
+@pytest.mark.parametrize("planted", cases(PLANTED, [each.name for each in PLANTED]), ids=lambda each: each.name)
+def test_a_planted_mistake_is_named(planted: Planted, tmp_path: Path) -> None:
+    proof = proven_with(planted, tmp_path)
     assert proof.mistake in planted.names, str(proof)
 
 
@@ -80,7 +85,7 @@ def test_a_function_decorated_or_not() -> None:
     """What hides behind a clip, and behind Adam, is seen before it."""
     assert prove(train, 1.0, ranks=[2]).comparisons[0].compared["returned numbers"] == 1
     assert decorated.prove(ranks=[3])(1.0).verdict == "equal"
-    with pytest.raises(ProofError, match=r"DW101 sum-loss[\s\S]*") as error:
+    with pytest.raises(ProofError, match="DW101 sum-loss") as error:
         decorated.prove(ranks=[2, 3])(0.0)
     assert "step 1, the gradients of all parameters at test_prove.py:" in str(error.value)
     assert "on 2 ranks: 2.000 times" in str(error.value)
@@ -188,6 +193,4 @@ def test_an_example_is_equal(name: str) -> None:
 @pytest.mark.nightly(row="prove", why=WHY)
 def test_what_is_not_seen(planted: Planted, tmp_path: Path) -> None:
     """Each has a reason; once it is seen, it belongs to the others."""
-    path = tmp_path / Path(planted.loop).name
-    path.write_text((LOOPS / planted.loop).read_text().replace(planted.old, planted.new))
-    assert proven(Program(str(path)), steps=60).mistake not in planted.names
+    assert proven_with(planted, tmp_path).mistake not in planted.names

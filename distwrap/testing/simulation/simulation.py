@@ -91,22 +91,21 @@ class Simulation:
                     clock.fail(error, clock.current())  # before the rank leaves, which may lead to others
                     raise
 
-        # Before the ranks' states are made, of which torch's hooks are a part.
-        hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
-        handles = [hook(self._note_maker) for hook in hooks]
-        states = [state(rank) for rank in range(self._ranks)]
-        for number, own in enumerate(states):
-            Task(clock, Rank(number, own), partial(run, number), is_main=True).start()
-        here = ProcessState.capture(owns_modules=states[0].modules is not None)
-        with simulated_torch(lambda: self._store, self.is_rank, clock.sleep, lambda: clock.slept):
+        with ExitStack() as stack:
+            # Before the ranks' states are made, of which torch's hooks are a part.
+            for hook in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+                stack.callback(hook(self._note_maker).remove)
+            states = [state(rank) for rank in range(self._ranks)]
+            for number, own in enumerate(states):
+                Task(clock, Rank(number, own), partial(run, number), is_main=True).start()
+            here = ProcessState.capture(owns_modules=states[0].modules is not None)
+            stack.enter_context(simulated_torch(lambda: self._store, self.is_rank, clock.sleep, lambda: clock.slept))
             simulated.running = self
             try:
                 clock.run(first_here=first_here)
             finally:
                 simulated.running = None
                 here.enter()
-                for handle in handles:
-                    handle.remove()
         if clock.failure is None:
             return None
         return None if clock.failed is None else clock.failed.rank.number, clock.failure
