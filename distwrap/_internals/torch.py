@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
@@ -371,6 +372,18 @@ def mark_steps_as_watched(optimizer: torch.optim.Optimizer) -> None:
 
     watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = watched  # type: ignore[method-assign]
+
+
+def put_innermost(before: RemovableHandle, after: RemovableHandle) -> None:
+    """Make a pre-hook of an optimizer's step the last one, and a post-hook the first, before either is run.
+
+    Relies on ``torch:utils.hooks.RemovableHandle.hooks_dict_ref``.
+    Without it: hooks of the user's that were registered later see hidden gradients.
+    """
+    for handle, last in ((before, True), (after, False)):
+        hooks: Any = getattr(handle, "hooks_dict_ref", dict)()
+        if hooks and next(reversed(hooks) if last else iter(hooks)) != handle.id:
+            hooks.move_to_end(handle.id, last=last)
 
 
 def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

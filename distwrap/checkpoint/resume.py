@@ -137,7 +137,7 @@ class RunState:
                 f"has precision={world.options.precision!r}: wrap the model in the same precision before you load."
             )
         if scaling.scaler is not None:
-            scaling.stepped = None
+            scaling.forget()
             scaling.scaler.load_state_dict(state["scaler"])
         world.part(RunExchanges).load_states(state.get("comm", []))
 

@@ -9,14 +9,14 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import after_backward, current_backward
 from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
 from distwrap.comm.link import Link, Traffic
 from distwrap.group.collectives import gather_object
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, say
 from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
@@ -149,25 +149,19 @@ class RunExchanges(RunPart):
     def __init__(self, world: World) -> None:
         self._exchanges: list[Exchange[Any]] = []
         self.of_weights: list[WeightExchange[Any]] = []
-        self._handles: list[RemovableHandle] = []
-        self._scaling = world.part(LossScaling)
+        self._steps, self._scaling = world.part(OptimizerSteps), world.part(LossScaling)
 
     def add(self, exchange: Exchange[Any]) -> None:
         """Add a new exchange."""
         self._exchanges.append(exchange)
 
     def watch_steps(self, exchange: "WeightExchange[Any]") -> None:
-        """Call an exchange before and after the steps of all optimizers.
-
-        torch's hooks stay until the run ends, because removing one while torch runs the hooks breaks them.
-        """
-        self.of_weights.append(exchange)
-        if not self._handles:
-            self._handles = [
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            ]
+        """Call an exchange before and after the steps of all optimizers."""
+        if self._skipped_step not in self._scaling.on_skipped:
+            self._steps.listen(Phase.EXCHANGE, self._before_step)
+            self._steps.listen(Phase.FINISH, self._after_step)
             self._scaling.on_skipped.append(self._skipped_step)
+        self.of_weights.append(exchange)
 
     def remove(self, exchange: Exchange[Any]) -> None:
         """Remove a closed exchange."""
@@ -195,8 +189,6 @@ class RunExchanges(RunPart):
 
     def close(self) -> None:
         with ExitStack() as stack:
-            for handle in self._handles:
-                stack.callback(handle.remove)
             for exchange in self._exchanges:
                 stack.callback(exchange.close)
 

@@ -50,7 +50,7 @@ class GradientExchange(Exchange[GradientAlgorithm]):
         return self.algorithm.prepare_optimizer(optimizer, self._averager)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        values, scaler = bucket.buffer(), self._scaling.scaler if self._scaling.is_scaled else None
+        values, scaler = bucket.buffer(), self._scaling.scaler if self._scaling.in_backward else None
         item = Bucket(values, cast("list[nn.Parameter]", bucket.parameters()), bucket.gradients(), name_of=self._names)
         if scaler is None:
             item.report = self.report  # fp16 skips such steps, so they are not reported

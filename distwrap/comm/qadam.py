@@ -154,7 +154,7 @@ class _Momenta(Averager):
                 "comm='qadam': this model has two optimizers, and only one of them has finished its warm-up. "
                 "Step both equally often, or wrap the part of the model that each one trains by itself."
             )
-        if self._scaling.scaler is not None and not self._scaling.is_scaled:
+        if self._scaling.scaler is not None and not self._scaling.in_backward:
             raise ModelError(
                 "comm='qadam' under precision='fp16' must know by how much the gradients are scaled, and a GradScaler "
                 "of the loop's own does not say: call distwrap.backward(loss) and distwrap.optimizer_step(optimizer)."

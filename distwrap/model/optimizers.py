@@ -4,9 +4,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from distwrap.errors import ModelError
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World
 from distwrap.model.distributed import ReplicaModel
 from distwrap.model.drift import Drift
@@ -31,16 +32,12 @@ class Optimizers(RunPart):
         self._rates = world.part(LearningRates) if world.tells_others else None
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.steps = 0
-        self._handle = register_optimizer_step_pre_hook(self._before)
+        world.part(OptimizerSteps).listen(Phase.COMPARE, self._before)
 
     @property
     def has_stepped(self) -> bool:
         """Whether an optimizer with gradients has stepped, of those that still exist."""
         return bool(self._groups)
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1

@@ -48,7 +48,7 @@ class _WithoutFloat64(TorchFunctionMode):
 
 def _refuse_unscaled(grad: torch.Tensor) -> None:
     """Refuse a backward through a model in fp16 with a loss that is not scaled."""
-    if not (scaling := current_world().part(LossScaling)).is_scaled and not scaling.sees_users_scaler():
+    if not (scaling := current_world().part(LossScaling)).in_backward and not scaling.sees_users_scaler():
         raise PrecisionError(
             "loss.backward() under precision='fp16': small gradients would become zero unnoticed. Call "
             "distwrap.backward(loss) and distwrap.optimizer_step(optimizer), or use torch's own GradScaler, "

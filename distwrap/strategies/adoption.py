@@ -9,10 +9,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distwrap.errors import ModelError
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.live_objects import instances
 from distwrap.model.wrapped_models import WrappedModels
@@ -140,12 +141,12 @@ class Adoption(RunPart):
     def __init__(self, world: World) -> None:
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # number of groups of each
         self.models: WeakSet[StepListener] = WeakSet()
-        self._handle = register_optimizer_step_pre_hook(self._before)
+        world.part(OptimizerSteps).listen(Phase.ADOPT, self._before)
         self._loads: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in (self._handle, *self._loads.values()):
+        for handle in self._loads.values():
             handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import after_backward, version_of
 from distwrap._internals.torch_zero import leave_gradients_alone
 from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.tensor_exchange import exchange_device
 from distwrap.group.world import RunPart, World
 from distwrap.model.distributed import DistributedModel
@@ -248,7 +249,7 @@ class GradientShares(RunPart):
     def __init__(self, world: World) -> None:
         self._world = world
         self._of: WeakKeyDictionary[nn.Module, GradientShare] = WeakKeyDictionary()
-        self._handle = register_optimizer_step_pre_hook(self._before)
+        world.part(OptimizerSteps).listen(Phase.REFUSE, self._before)
 
     def divide(self, model: DistributedModel) -> None:
         """Divide the gradients of a model that was just wrapped, or wrapped again.
@@ -308,10 +309,6 @@ class GradientShares(RunPart):
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for share in self._of.values():
             share.refuse_changed(optimizer)
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
 
 
 def _noted(share: GradientShare, change: Any) -> Any:

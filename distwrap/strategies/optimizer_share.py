@@ -7,7 +7,7 @@ weights are broadcast from their owners, many in one message.
 Source: ZeRO, stage 1, https://arxiv.org/abs/1910.02054
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import foreach
 from distwrap._internals.torch_zero import unchanged_versions
 from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import RunPart, World
 from distwrap.model.wrapped_models import parameters_of
@@ -63,9 +63,7 @@ class OptimizerShare:
         self._messages: list[list[_Message]] = []
         self._planned: tuple[int, ...] = ()
         self._is_agreed = self._collects = False
-        self._around = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         self._handles = [
-            *self._around,
             optimizer.register_state_dict_pre_hook(self._refuse_part),
             optimizer.register_load_state_dict_pre_hook(self._of_share),
         ]
@@ -99,10 +97,12 @@ class OptimizerShare:
         finally:
             self._collects = False
 
-    def end(self) -> None:
+    def end(self, optimizer: Optimizer) -> None:
         """Leave the run. The optimizer works by itself again once it has its whole state."""
         self.is_over = True
-        if not self.is_part:
+        if self.is_part:
+            self._handles.append(optimizer.register_step_pre_hook(self._refuse_step))
+        else:
             self.release()
 
     def release(self) -> None:
@@ -110,13 +110,8 @@ class OptimizerShare:
         for handle in self._handles:
             handle.remove()
 
-    def be_innermost(self) -> None:
-        """Run inside the user's hooks of a step, which then see all gradients before it and all weights after it."""
-        put_innermost(self._around)
-
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_over:
-            raise ModelError(self._over(optimizer))
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hide other ranks' gradients from a step; return its arguments if they have a closure."""
         if self._planned != _sizes(optimizer):
             self.plan(optimizer)
         if not self._is_agreed:
@@ -152,7 +147,8 @@ class OptimizerShare:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self) -> None:
+        """Show the hidden gradients again, and send the new weights of this rank's share to the others."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
@@ -177,6 +173,9 @@ class OptimizerShare:
                     f"of the largest is {own} here and {its} on rank {rank}. Make the same optimizer on every rank."
                 )
         self._is_agreed = True
+
+    def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        raise ModelError(self._over(optimizer))
 
     def _refuse_part(self, optimizer: Optimizer) -> None:
         if not self.is_part or self._collects:
@@ -223,7 +222,9 @@ class OptimizerShares(RunPart):
         self._of: WeakKeyDictionary[Optimizer, OptimizerShare] = WeakKeyDictionary()
         self._others: WeakSet[Optimizer] = WeakSet()
         self._divide: Callable[[Optimizer], object] | None = None
-        self._handle = register_optimizer_step_pre_hook(self._before)
+        steps = world.part(OptimizerSteps)
+        steps.listen(Phase.HIDE, self._before)
+        steps.listen(Phase.SHOW, self._after)
 
     def release(self, optimizer: Optimizer) -> None:
         """Release an optimizer that has a part of its state, and is about to load all of it."""
@@ -265,20 +266,23 @@ class OptimizerShares(RunPart):
                     if isinstance(value, (int, float)):
                         yield f"{name!r} of {type(optimizer).__name__}, group {number}", float(value)
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if optimizer not in self._of and optimizer not in self._others and self._divide is not None:
-            self._divide(optimizer)  # its hooks already act in this step
+            self._divide(optimizer)
             if optimizer not in self._of:
                 self._others.add(optimizer)
         share = self._of.get(optimizer)
+        return None if share is None else share.before(optimizer, args, kwargs)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        share = self._of.get(optimizer)
         if share is not None:
-            share.be_innermost()
+            share.after()
 
     def close(self) -> None:
-        """Remove the hooks."""
-        self._handle.remove()
-        for share in self._of.values():
-            share.end()
+        """Let all shares leave the run."""
+        for optimizer, share in self._of.items():
+            share.end(optimizer)
 
 
 class _Message:
@@ -313,14 +317,6 @@ class _Message:
             pairs = zip(self._tensors, parts, strict=True)
             foreach("copy_", [each.data for each in self._tensors], [part.view(each.shape) for each, part in pairs])
         self._work, self._flat = None, torch.empty(0)
-
-
-def put_innermost(around: Sequence[RemovableHandle]) -> None:
-    """Make a pre-hook of the current step the last of its optimizer, and its post-hook the first."""
-    for handle, last in zip(around, (True, False), strict=True):
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None:
-            hooks.move_to_end(handle.id, last=last)
 
 
 def balanced(parameters: Iterable[nn.Parameter], loads: list[int]) -> dict[nn.Parameter, int]:

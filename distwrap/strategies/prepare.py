@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 
 from distwrap.checkpoint.meeting import SaveMeetings
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world, say_once
 from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.drift import Drift
@@ -118,15 +118,16 @@ def wrap_model(
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:
         model = cast("Model", in_precision.precision.weights(on_device(model, where)))
-    if (scaler := in_precision.make_scaler()) is not None:
-        world.part(LossScaling).begin(model, scaler)
-    world.part(StepHooks).add(precision, in_precision.precision, model)
     models = world.part(WrappedModels)
     last = models.last
     with world.part(Activity).exchanging_nothing():
         wrapped = chosen.prepare_model(model, world, wrapping)
     if not isinstance(wrapped, nn.Module):
         raise _of_no_use(wrapped, chosen, "prepare_model", "the module")
+    if (scaler := in_precision.make_scaler()) is not None:
+        world.part(LossScaling).begin(model, scaler)
+    if type(in_precision.precision).after_step is not Precision.after_step:
+        world.part(StepHooks).add(precision, in_precision.precision, model)
     bind(wrapped, chosen, own=wrapped is model)
     see_through(wrapped, model)
     if chosen.shards or any(parameter.requires_grad for parameter in wrapped.parameters()):
@@ -270,13 +271,11 @@ class StepHooks(RunPart):
 
     def __init__(self, world: World) -> None:
         self._of_models: WeakKeyDictionary[nn.Module, tuple[object, Precision]] = WeakKeyDictionary()
-        self._handle: RemovableHandle | None = None
+        world.part(OptimizerSteps).listen(Phase.FINISH, self._after)
 
     def add(self, given: str | Precision, precision: Precision, model: nn.Module) -> None:
         """Let a precision, `given` as a name or an object, act after each step over a model."""
-        if type(precision).after_step is not Precision.after_step:
-            self._of_models[model] = (given if isinstance(given, str) else id(given), precision)
-            self._handle = self._handle or register_optimizer_step_post_hook(self._after)
+        self._of_models[model] = (given if isinstance(given, str) else id(given), precision)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held, strategy = parameters_of(optimizer).keys(), bound_strategy(optimizer)
@@ -288,8 +287,3 @@ class StepHooks(RunPart):
         )
         for precision in acting.values():
             precision.after_step(optimizer)
-
-    def close(self) -> None:
-        """Remove the hook."""
-        if self._handle is not None:
-            self._handle.remove()

@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from distwrap.group.world import World, current_world
 from distwrap.model.diagnosis import explained
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, strategy_of
 from distwrap.precision import LossScaling
+from distwrap.precision.loss_scaling import ScaleState
 from distwrap.strategies.base import Strategy
 from distwrap.strategies.windows import Windows
 
@@ -64,17 +66,11 @@ def backward(loss: torch.Tensor) -> None:
     scaling = world.part(LossScaling)
     strategy = _strategy_of_loss(world)
     scaler = None if strategy.owns_scale else scaling.scaler
-    if scaler is not None:
-        scaling.update()
-        scaling.stepped, scaling.unscaled = set(), set()
-        scaling.is_scaled = True
-        loss = scaler.scale(loss)
-    try:
-        strategy.backward(loss)
-    except RuntimeError as error:
-        raise explained(error)  # noqa: B904 - it has its cause
-    if scaler is not None:
-        scaling.mark_gradients()
+    with nullcontext() if scaler is None else scaling.backward():
+        try:
+            strategy.backward(loss if scaler is None else scaler.scale(loss))
+        except RuntimeError as error:
+            raise explained(error)  # noqa: B904 - it has its cause
 
 
 def optimizer_step(
@@ -114,28 +110,26 @@ def optimizer_step(
     world = current_world()
     strategy, scaling = strategy_of(optimizer, world), world.part(LossScaling)
     world.part(Windows).refuse_half(optimizer)
-    if scaling.scaler is None or strategy.owns_scale:
+    state = ScaleState.READY if scaling.scaler is None or strategy.owns_scale else scaling.state_of(optimizer)
+    if state in (ScaleState.READY, ScaleState.STEPPED):
+        if scaling.trains_models(optimizer) and not strategy.owns_scale:
+            raise PrecisionError(
+                "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
+                "the gradients are not scaled. Call distwrap.backward(loss) instead of loss.backward()."
+            )
         norm = _clip(strategy, optimizer, model, max_norm)
         taken = strategy.step(optimizer) is not False
         return _stepped(scheduler, taken, norm if norm is not None or max_norm is None else strategy.norm(optimizer))
-    if scaling.stepped is None or id(optimizer) in scaling.stepped:
-        raise PrecisionError(
-            "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
-            "the gradients are not scaled. Call distwrap.backward(loss) instead of loss.backward()."
-        )
-    scaler = scaling.scaler
-    if id(optimizer) not in scaling.unscaled:
-        scaling.refuse_changed_gradients(optimizer)
-        scaler.unscale_(optimizer)
-    scaling.unscaled.discard(id(optimizer))
+    if state is ScaleState.SCALED:
+        scaling.unscale(optimizer)
     norm = _clip(strategy, optimizer, model, max_norm)
-    overflowed = has_overflowed(scaler, optimizer) or strategy.has_overflowed(optimizer)
-    scaling.is_scaled = False
+    assert scaling.scaler is not None
+    overflowed = has_overflowed(scaling.scaler, optimizer) or strategy.has_overflowed(optimizer)
+    # The next backward updates the scale, since another optimizer may still need the present one for its gradients.
+    scaling.begin_step(optimizer)
     taken = not overflowed and strategy.step(optimizer) is not False
     for act in scaling.on_skipped if overflowed else ():
         act(optimizer)
-    # The next backward updates the scale, since another optimizer may still need the present one for its gradients.
-    scaling.stepped.add(id(optimizer))
     return _stepped(scheduler, taken, norm)
 
 
@@ -161,11 +155,9 @@ def unscale(optimizer: Optimizer) -> None:
     scaling = current_world().part(LossScaling)
     if scaling.scaler is None:
         return
-    if scaling.stepped is None or id(optimizer) in scaling.stepped | scaling.unscaled:
+    if scaling.state_of(optimizer) is not ScaleState.SCALED:
         raise PrecisionError("unscale(): the gradients are not scaled. Call distwrap.backward(loss) first, and once.")
-    scaling.refuse_changed_gradients(optimizer)
-    scaling.scaler.unscale_(optimizer)
-    scaling.unscaled.add(id(optimizer))
+    scaling.unscale(optimizer)
 
 
 def _strategy_of_loss(world: World) -> Strategy:

@@ -7,12 +7,13 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import foreach
 from distwrap._internals.torch_fsdp import shard_of
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import total
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model import unwrap_model
 from distwrap.model.gradients import Average
@@ -108,11 +109,7 @@ class Windows(RunPart):
         self.left_out: dict[object, list[nn.Module]] = {}
         self._have_left_out: WeakSet[nn.Module] = WeakSet()
         self._world = world
-        self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self.refuse_half(optimizer))
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+        world.part(OptimizerSteps).listen(Phase.REFUSE, lambda optimizer, *_: self.refuse_half(optimizer))
 
     def of_loss(self, loss: torch.Tensor) -> Window | None:
         """Return the window of the models that computed a loss; ``None`` if none is running.

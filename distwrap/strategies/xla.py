@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distwrap.environments import Placement
 from distwrap.errors import LaunchError, OptionError
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.setup import join
-from distwrap.group.world import RunPart, World
+from distwrap.group.world import World
 from distwrap.options import Options
 from distwrap.strategies.ddp import DDPStrategy
 
@@ -34,7 +34,7 @@ class XLAStrategy(DDPStrategy):
         import torch_xla
 
         world = join(placement, options, device=torch_xla.device(), inherited=secret)
-        world.part(_Sync)
+        world.part(OptimizerSteps).listen(Phase.FINISH, lambda *_: torch_xla.sync())
         return world
 
     def init_process_group(self, backend: str, **arguments: Any) -> None:
@@ -44,15 +44,3 @@ class XLAStrategy(DDPStrategy):
         asked, found = arguments["world_size"], dist.get_world_size()
         if found != asked:
             raise LaunchError(f"torch_xla reports {found} rank(s), but {asked} were started.")
-
-
-class _Sync(RunPart):
-    """Hook that runs the recorded operations at the end of each optimizer step."""
-
-    def __init__(self, world: World) -> None:
-        import torch_xla
-
-        self._handle = register_optimizer_step_post_hook(lambda *_: torch_xla.sync())
-
-    def close(self) -> None:
-        self._handle.remove()

@@ -60,10 +60,9 @@ class ZeroStrategy(DDPStrategy):
         self._refuse_comm(wrapping.comm)
         wrapped = super().prepare_model(model, world, wrapping)
         if isinstance(wrapped, DistributedModel):
-            gradients = world.part(GradientShares)  # registers its hook before a step collects all hooks
             if self.stage == 2:
                 return_freed_memory(world.device)
-                gradients.divide(wrapped)
+                world.part(GradientShares).divide(wrapped)
             world.part(OptimizerShares).adopt_by(_divide)
         return wrapped
 

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from distwrap.errors import CollectiveError, ConformanceError, DriftError, ModelError, OptionError, PrecisionError
+from distwrap.group.optimizer_steps import OptimizerSteps
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.optimizers import Optimizers
 from distwrap.seeding import preserved
@@ -65,8 +66,9 @@ def perform(behaviours: dict[str, Behaviour], folder: Path, limit: float) -> Non
     """
     torch.set_num_threads(1)  # the nets are too small for more
     world = current_world()
-    of_models = Optimizers.__module__.rpartition(".")[0]  # whose parts a run of one behaviour alone has anew
-    first = {kind: part for kind, part in world._parts.items() if not kind.__module__.startswith(of_models)}
+    # Of these a run of one behaviour alone has parts anew: the models', and what listens to steps.
+    renewed = (Optimizers.__module__.rpartition(".")[0], OptimizerSteps.__module__)
+    first = {kind: part for kind, part in world._parts.items() if not kind.__module__.startswith(renewed)}
     _begin_anew(world, first)
     for name, behaviour in behaviours.items():
         here = folder / name

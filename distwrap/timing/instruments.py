@@ -14,13 +14,14 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import after_backward, settings_of_ddp
 from distwrap._internals.torch_data import iterator_class, pins, workers_of
 from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.cpus import thread_times
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import World
 from distwrap.model.forward_routing import Routing
 from distwrap.model.watch import is_power_of_two
@@ -84,10 +85,9 @@ class Instruments:
                 self._follow(model)
             models.on_added.append(self._follow)
             placed.callback(models.on_added.remove, self._follow)
-            before = register_optimizer_step_pre_hook(self._before_step)
-            placed.callback(before.remove)
-            after = register_optimizer_step_post_hook(self._after_step)
-            placed.callback(after.remove)
+            steps = self._world.part(OptimizerSteps)
+            placed.callback(steps.listen(Phase.BEGIN, self._before_step))
+            placed.callback(steps.listen(Phase.END, self._after_step))
             self._replace(torch.autograd, "backward", self._in_backward)
             self._replace(torch.autograd, "grad", self._timed(Part.BACKWARD))
             self._replace(torch, "save", self._in_checkpoint)

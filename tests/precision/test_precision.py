@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import distwrap as dw
-from distwrap.errors import PrecisionError
+from distwrap.errors import OptionError, PrecisionError
 from distwrap.group.world import current_world
 from distwrap.precision import InPrecision, LossScaling
 
@@ -455,6 +456,154 @@ def test_two_optimizers_share_one_backward() -> None:
         assert current_world().part(LossScaling).scaler.get_scale() == scale / 2
 
     under("fp16", body)
+
+
+def test_each_optimizer_has_a_state_of_its_own() -> None:
+    """After one backward and the step of one optimizer, the own step of the other is refused: it is scaled still."""
+
+    def body() -> None:
+        (one, of_one), (other, of_other) = setting(0), setting(0)
+        before = weights(other)
+        dw.backward(one(torch.ones(1, 4)).sum() + other(torch.ones(1, 4)).sum())
+        assert dw.optimizer_step(of_one)
+        with pytest.raises(PrecisionError, match="still scaled"):
+            of_other.step()
+        assert weights(other) == before
+        assert dw.optimizer_step(of_other)
+        torch.testing.assert_close(torch.tensor(weights(other)), torch.tensor(before) - 0.1, rtol=1e-3, atol=1e-4)
+
+    under("fp16", body)
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_a_batch_is_skipped_after_unscale(factor: float) -> None:
+    """A loop that looks at unscaled gradients may skip the batch; the scale follows what it has seen."""
+
+    def body() -> None:
+        model, optimizer = setting()
+        scaler = current_world().part(LossScaling).scaler
+        before = weights(model)
+        dw.backward(model(torch.ones(1, 4)).sum() * factor)
+        dw.unscale(optimizer)
+        optimizer.zero_grad()
+        dw.backward(model(torch.ones(1, 4)).sum())
+        assert scaler.get_scale() == (SCALE if factor == 1.0 else SCALE / 2)
+        dw.unscale(optimizer)
+        torch.testing.assert_close(model.module.weight.grad, torch.ones(1, 4), rtol=1e-3, atol=0)
+        assert dw.optimizer_step(optimizer)
+        torch.testing.assert_close(torch.tensor(weights(model)), torch.tensor(before) - 0.1, rtol=1e-3, atol=1e-4)
+
+    under("fp16", body)
+
+
+def test_an_own_step_after_unscale_is_refused_with_the_reason() -> None:
+    """The gradients are not scaled any more, but the step would take those that have overflowed."""
+
+    def body() -> None:
+        model, optimizer = setting()
+        dw.backward(model(torch.ones(1, 4)).sum())
+        dw.unscale(optimizer)
+        with pytest.raises(PrecisionError, match="after distwrap"):
+            optimizer.step()
+        assert dw.optimizer_step(optimizer)
+
+    under("fp16", body)
+
+
+def test_an_optimizer_of_other_tensors_steps_as_it_likes() -> None:
+    """Its gradients were not scaled, also where a batch of a model in fp16 was given up before the step."""
+
+    def body() -> tuple[float, float]:
+        model, optimizer = setting()
+        temperature, late = (torch.nn.Parameter(torch.ones(())) for _ in range(2))
+        own = torch.optim.SGD([temperature], lr=0.1)
+        dw.backward(model(torch.ones(1, 4)).sum())
+        optimizer.zero_grad()
+        for tensor, of_tensor in ((temperature, own), (late, torch.optim.SGD([late], lr=0.1))):
+            of_tensor.step()  # has no gradient yet
+            (tensor - 2).square().backward()
+            of_tensor.step()
+            of_tensor.zero_grad()
+            (tensor - 2).square().backward()
+            assert dw.optimizer_step(of_tensor)
+        return temperature.item(), late.item()
+
+    assert under("fp16", body) == [pytest.approx((1.36, 1.36))]
+
+
+@pytest.mark.parametrize("stepped", ["by optimizer_step", "by itself"])
+def test_tensors_that_train_in_the_same_loss_are_scaled_too(stepped: str) -> None:
+    """What is in no wrapped model, and in no optimizer at the first backward, gets the right step or an error."""
+
+    def body() -> float:
+        model, _ = setting()
+        temperature = torch.nn.Parameter(torch.ones(()))
+        dw.backward(model(torch.ones(1, 4)).sum() * 0 + 3 * temperature)
+        own = torch.optim.SGD([temperature], lr=0.1)
+        if stepped == "by itself":
+            with pytest.raises(PrecisionError, match="still scaled"):
+                own.step()
+        assert dw.optimizer_step(own)
+        return temperature.item()
+
+    assert under("fp16", body) == [pytest.approx(0.7)]
+
+
+def test_what_another_optimizer_accumulates_follows_the_scale() -> None:
+    """One optimizer skips a step and halves the scale, while the other adds up two batches: their sum is right."""
+
+    def body() -> list[float]:
+        (one, of_one), (other, of_other) = setting(0), setting(0)
+        before, x = weights(other), torch.ones(1, 4)
+        dw.backward(one(x).sum() * float("inf") + other(x).sum())
+        assert not dw.optimizer_step(of_one)
+        of_one.zero_grad()
+        dw.backward(one(x).sum() + 2 * other(x).sum())
+        assert current_world().part(LossScaling).scaler.get_scale() == SCALE / 2
+        assert dw.optimizer_step(of_one)
+        assert dw.optimizer_step(of_other)
+        return [now - then for now, then in zip(weights(other), before, strict=True)]
+
+    assert under("fp16", body) == [pytest.approx([-0.3] * 5, rel=1e-3)]
+
+
+def test_a_plain_backward_after_a_scaled_one_is_refused() -> None:
+    """Scaled and unscaled gradients do not add up to anything."""
+
+    def body() -> None:
+        model, optimizer = setting()
+        dw.backward(model(torch.ones(1, 4)).sum())
+        with pytest.raises(PrecisionError, match="become zero"):
+            model(torch.ones(1, 4)).sum().backward()
+        optimizer.zero_grad()
+        dw.backward(model(torch.ones(1, 4)).sum())
+        assert dw.optimizer_step(optimizer)
+
+    under("fp16", body)
+
+
+def test_a_model_in_float32_beside_one_in_fp16() -> None:
+    """It trains by plain backwards, as without the other one; also where wrapping that one was refused."""
+
+    def body() -> None:
+        with pytest.raises(OptionError):
+            dw.wrap_model(nn.Linear(4, 1), precision="fp16", strategy="zero1", process_group=dist.group.WORLD)
+        assert current_world().part(LossScaling).scaler is None
+        for beside in ("nothing", "fp16"):
+            if beside == "fp16":
+                half = dw.wrap_model(nn.Linear(4, 1), precision="fp16")
+                of_half = torch.optim.SGD(half.parameters(), lr=0.1)
+                dw.backward(half(torch.ones(1, 4)).sum() * 0.01)
+                assert dw.optimizer_step(of_half)
+            torch.manual_seed(0)
+            model = dw.wrap_model(nn.Linear(4, 1), precision="32")
+            before = torch.tensor(weights(model))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(1, 4)).sum().backward()
+            assert dw.optimizer_step(optimizer)
+            torch.testing.assert_close(torch.tensor(weights(model)), before - 0.1)
+
+    under("32", body, nprocs=2)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -16,11 +16,12 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import after_backward, version_of
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError, PrecisionError
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World
 from distwrap.live_objects import instances
 from distwrap.model.drift import Drift
@@ -28,7 +29,7 @@ from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.deepspeed.config import on_nvme
 from distwrap.strategies.deepspeed.gradients import EngineGradient
 from distwrap.strategies.deepspeed.package import environment, forget_group, import_deepspeed, quiet, without_compiler
-from distwrap.strategies.optimizer_share import put_innermost, refuse_whole
+from distwrap.strategies.optimizer_share import refuse_whole
 from distwrap.strategies.separable import refuse_mixing, refuse_shaped
 
 
@@ -81,7 +82,6 @@ class ModelEngine:
         if self.stage > 1:
             self._note_ends()
         self.note_weights()
-        self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
     def watch(self, outputs: Any) -> Any:
         """Return a forward's outputs with the engine's hooks for their backward."""
@@ -178,8 +178,6 @@ class ModelEngine:
 
     def end(self) -> None:
         """Release the user's optimizer, and remove the engine's hooks."""
-        for handle in self._handles:
-            handle.remove()
         self._is_handed = False
         self._take_back()
         with quiet(False):
@@ -190,10 +188,6 @@ class ModelEngine:
         divided: list[Any] = [parameter for parameter in self.net.parameters() if hasattr(parameter, "ds_id")]
         if divided:
             divided[0].all_gather(param_list=divided)
-
-    def be_innermost(self) -> None:
-        """Run inside the user's own hooks of a step, which then see the state before and after it."""
-        put_innermost(self._handles)
 
     # Around a backward
 
@@ -236,7 +230,8 @@ class ModelEngine:
 
     # Around a step
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Step in the place of the user's optimizer, which then finds no gradient."""
         if callable(kwargs.get("closure") or next(iter(args[1:]), None)):
             raise ModelError(
                 f"{type(optimizer).__name__}.step(closure) is not possible under strategy='deepspeed', whose "
@@ -259,9 +254,6 @@ class ModelEngine:
             parameter.grad = None  # the optimizer's own step must find none
         self.note_weights()
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.take_options()
-
     def take_options(self) -> None:
         """Copy the options of the engine's optimizer to the user's."""
         optimizer = self.optimizer()
@@ -274,7 +266,9 @@ class Engines(RunPart):
 
     def __init__(self, world: World) -> None:
         self._all: WeakSet[ModelEngine] = WeakSet()
-        self._handle = register_optimizer_step_pre_hook(self._before)
+        steps = world.part(OptimizerSteps)
+        steps.listen(Phase.HIDE, self._before)
+        steps.listen(Phase.SHOW, self._after)
 
     def __iter__(self) -> Iterator[ModelEngine]:
         return iter(self._all)
@@ -294,11 +288,14 @@ class Engines(RunPart):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (engine := self.of(optimizer)) is not None:
-            engine.be_innermost()
+            engine.before(optimizer, args, kwargs)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (engine := self.of(optimizer)) is not None:
+            engine.take_options()
 
     def close(self) -> None:
         """Release all engines, and DeepSpeed's references to the process group."""
-        self._handle.remove()
         for engine in list(self._all):
             engine.end()
         forget_group()

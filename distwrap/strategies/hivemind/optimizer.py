@@ -15,11 +15,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import mark_steps_as_watched
 from distwrap.errors import LaunchError, ModelError
 from distwrap.group.collectives import broadcast, gather_object
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world, say, say_once
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.strategies.hivemind.daemons import forking
@@ -272,7 +273,7 @@ class Collaborations(RunPart):
         self._world = world
         self._of: WeakKeyDictionary[Optimizer, Collaboration] = WeakKeyDictionary()
         self._made: list[Collaboration] = []
-        self._handle = register_optimizer_step_pre_hook(self._refuse_alone)
+        world.part(OptimizerSteps).listen(Phase.REFUSE, self._refuse_alone)
 
     def add(self, optimizer: Optimizer, options: HivemindOptions) -> None:
         """Let an optimizer step with peers from now on; every rank calls it, and repeated calls do nothing."""
@@ -304,7 +305,6 @@ class Collaborations(RunPart):
         self.conclude()  # needed if none of distwrap's launchers runs the function
 
     def close(self) -> None:
-        self._handle.remove()
         for each in reversed(self._made):
             each.close()
         self._made.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from distwrap.checks import is_whole
 from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError, OptionError
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import Layout, RunPart, World, current_world
 from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.wrapped_models import WrappedModels, parameters_of
@@ -227,27 +229,34 @@ class StageOptimizers(RunPart):
 
     def __init__(self, world: World) -> None:
         self._tried: WeakSet[Optimizer] = WeakSet()
-        self._handles = [register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)]
+        steps = world.part(OptimizerSteps)
+        steps.listen(Phase.BEGIN, self._begin)
+        steps.listen(Phase.END, self._end)
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
         _refuse_whole(optimizer)
         if optimizer not in self._tried and _holds_absent(optimizer):
             refuse_mixing(optimizer)
             self._tried.add(optimizer)
-        frame = inspect.currentframe()
+        frame = _frame_of_step()
         if frame is not None and not is_in_step(frame):  # a base class's step is part of it
-            Absent.step, Absent.asked = frame.f_back, False
+            Absent.step, Absent.asked = frame, False
 
     def _end(self, *_: Any) -> None:
-        frame = inspect.currentframe()
-        if frame is not None and frame.f_back is Absent.step:
+        if Absent.step is not None and _frame_of_step() is Absent.step:
             Absent.step = None
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Forget a step that has not ended."""
         Absent.step = None
-        for handle in self._handles:
-            handle.remove()
+
+
+def _frame_of_step() -> FrameType | None:
+    """Return the frame in which torch runs the hooks of the current step."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != Optimizer.__module__:
+        frame = frame.f_back
+    return frame
 
 
 def _refuse_whole(optimizer: Optimizer) -> None:
