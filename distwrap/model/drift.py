@@ -298,12 +298,6 @@ class Drift(RunPart):
             ranks = list(range(self.world.placement.world_size))
             self._outsiders[optimizer] = OutsiderWatch(optimizer, self, name, self._name(kind), ranks)
 
-    def watch_of(self, optimizer: Optimizer) -> ModelWatch | None:
-        """Return the watch over the first model of which an optimizer holds parameters; ``None`` if it is apart."""
-        if optimizer in self.apart:
-            return None
-        return next((watch for watch in self.watches if watch.trained_by(optimizer)), None)
-
     def known(self) -> set[int]:
         """Return the ids of the parameters of all wrapped models, and of those that are each rank's own on purpose."""
         models = chain(self._models, self.world.part(Unwrapped).local)

@@ -11,8 +11,6 @@ from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World
 from distwrap.model.distributed import ReplicaModel
 from distwrap.model.drift import Drift
-from distwrap.model.learning_rates import LearningRates
-from distwrap.model.plateaus import Plateaus
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
@@ -28,8 +26,6 @@ class Optimizers(RunPart):
     def __init__(self, world: World) -> None:
         self._rank, self._models, self._drift = world.placement.rank, world.part(WrappedModels), world.part(Drift)
         self._unwrapped = world.part(Unwrapped) if world.tells_others else None
-        self._plateaus = world.part(Plateaus) if world.tells_others else None
-        self._rates = world.part(LearningRates) if world.tells_others else None
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.steps = 0
         world.part(OptimizerSteps).listen(Phase.COMPARE, self._before)
@@ -44,10 +40,6 @@ class Optimizers(RunPart):
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self._check(optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
         self._drift.step(optimizer)
-        if self._rates is not None:
-            self._rates.step(optimizer)
-        if self._plateaus is not None and self._plateaus.pending:
-            self._plateaus.compare()
         if self._unwrapped is not None and self._unwrapped.open:
             self._unwrapped.look_again(optimizer)
 

@@ -124,7 +124,8 @@ class Watch:
             cause = (
                 "All ranks must start with the same weights (wrap_model() sees to it), average the gradients "
                 "of everything that they train (parameters outside of a wrapped model, or added to it "
-                "later, are not averaged), and take the same steps with the same learning rate."
+                "later, are not averaged), and take the same steps with the same learning rate (a scheduler that looks "
+                "at a metric needs that of all ranks: scheduler.step(distwrap.mean(loss, count)))."
             )
         return (
             f"rank {self._rank}: {position.in_words(self.unit)} the ranks do not hold the same weights of "

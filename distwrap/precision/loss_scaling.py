@@ -40,6 +40,7 @@ class LossScaling(RunPart):
         self.scaler: torch.amp.GradScaler | None = None
         self.in_backward = False
         self.models: WeakSet[nn.Module] = WeakSet()
+        self._others: WeakSet[nn.Module] = WeakSet()  # wrapped in another precision
         self.on_skipped: list[Callable[[Optimizer], None]] = []
         self._world = world
         self._states: WeakKeyDictionary[Optimizer, ScaleState] = WeakKeyDictionary()
@@ -47,10 +48,10 @@ class LossScaling(RunPart):
         self._scaled: dict[int, tuple[torch.Tensor, int]] = {}
         self._has_scaled = self._user_scales = False
 
-    def begin(self, model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-        """Scale the losses of a model from now on; the first scaler is that of all models."""
-        self.models.add(model)
-        if self.scaler is None:
+    def add(self, model: nn.Module, scaler: torch.amp.GradScaler | None) -> None:
+        """Note a model that was wrapped; in fp16 with a scaler, of which the first one is that of all models."""
+        (self._others if scaler is None else self.models).add(model)
+        if scaler is not None and self.scaler is None:
             self.scaler = scaler
             self._world.part(OptimizerSteps).listen(Phase.REFUSE, self._refuse_own_step)
 
@@ -80,15 +81,20 @@ class LossScaling(RunPart):
     def state_of(self, optimizer: Optimizer) -> ScaleState:
         """Return the state of an optimizer's gradients.
 
-        The gradients of an optimizer that is first seen after a scaled backward count as scaled.
+        Raises:
+            PrecisionError: the optimizer was made after a backward, and holds tensors with gradients that are in no
+                wrapped model.
         """
         state = self._states.get(optimizer)
         if state is None:
             gradients = _gradients(_parameters(optimizer))
-            if self._has_scaled:
-                known = self._of_models()
-                self._scaled.update((key, now) for key, now in gradients.items() if key not in known)
-            state = ScaleState.SCALED if gradients.keys() & self._scaled else ScaleState.READY
+            if self._has_scaled and not gradients.keys() <= self._of_models(self.models | self._others).keys():
+                raise PrecisionError(
+                    f"rank {self._world.placement.rank}: this {type(optimizer).__name__} was made after "
+                    "distwrap.backward(loss) under precision='fp16', and holds tensors of no wrapped model, so that it "
+                    "is not known whether their gradients are scaled. Make it before the first backward."
+                )
+            state = ScaleState.SCALED if gradients.keys() & self._scaled.keys() else ScaleState.READY
             self._states[optimizer] = state
         if state is ScaleState.SCALED and not (self.trains_models(optimizer) or self._intact(optimizer)):
             state = ScaleState.READY  # a plain backward has made others since
@@ -96,7 +102,7 @@ class LossScaling(RunPart):
 
     def trains_models(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer holds parameters of models in fp16."""
-        return not self._of_models().keys().isdisjoint(map(id, _parameters(optimizer)))
+        return not self._of_models(self.models).keys().isdisjoint(map(id, _parameters(optimizer)))
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of an optimizer.
@@ -146,13 +152,13 @@ class LossScaling(RunPart):
         )
         return self._user_scales
 
-    def _of_models(self) -> dict[int, nn.Parameter]:
-        return {id(parameter): parameter for model in self.models for parameter in model.parameters()}
+    def _of_models(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+        return {id(parameter): parameter for model in models for parameter in model.parameters()}
 
     def _gradients(self) -> dict[int, tuple[torch.Tensor, int]]:
-        """Return the gradients of the models in fp16 and of all optimizers that were seen, with their versions."""
+        """Return the gradients of wrapped models and of all optimizers that were seen, with their versions."""
         held = {id(parameter): parameter for optimizer in self._states for parameter in _parameters(optimizer)}
-        return _gradients({**held, **self._of_models()}.values())
+        return _gradients({**held, **self._of_models(self.models | self._others)}.values())
 
     def _intact(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Return the parameters of an optimizer whose gradients are scaled, and were not changed since."""

@@ -124,8 +124,7 @@ def wrap_model(
         wrapped = chosen.prepare_model(model, world, wrapping)
     if not isinstance(wrapped, nn.Module):
         raise _of_no_use(wrapped, chosen, "prepare_model", "the module")
-    if (scaler := in_precision.make_scaler()) is not None:
-        world.part(LossScaling).begin(model, scaler)
+    world.part(LossScaling).add(model, in_precision.make_scaler())
     if type(in_precision.precision).after_step is not Precision.after_step:
         world.part(StepHooks).add(precision, in_precision.precision, model)
     bind(wrapped, chosen, own=wrapped is model)
@@ -213,6 +212,7 @@ def local_model(model: Model, *, device: torch.device | str | None = None) -> Mo
     where = torch.device(device) if device is not None else world.device
     placed = on_device(model, where)
     world.part(Unwrapped).local.add(placed)
+    world.part(LossScaling).add(placed, None)
     if where.type == "cpu":
         return cast("Model", placed)
     return cast("Model", local(placed, Wrapping(where, InPrecision("32", where), "auto", None, {})))

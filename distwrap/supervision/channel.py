@@ -64,7 +64,6 @@ class Channel:
         work: work of one rank for which others wait.
         waits: notices of waits for other ranks.
         thread: this rank's main thread, which may wait.
-        on_ring: called in the channel's thread when this rank was rung.
         on_stall: called with the hang report on the rank that finds the run stalled. None: it ends the process.
     """
 
@@ -88,7 +87,6 @@ class Channel:
         seconds = 0.0 if switched_on(os.environ, QUIET) else notice_seconds(os.environ)
         self.waits = WaitNotice(bells.store, placement, self.reporter, thread, seconds, timeout, bells.clock)
         self.reporter.waits = self.waits.wait
-        self.on_ring: Callable[[], None] = lambda: None
         self.on_stall: Callable[[str], None] | None = None
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
@@ -143,11 +141,6 @@ class Channel:
             return noted or (self._texts.read(f"note/{name}/{rank}") if has_more else "") or ""
         return ""
 
-    def ring_others(self) -> None:
-        """Let all ranks look for what was noted."""
-        with contextlib.suppress(RuntimeError):
-            self._bells.ring_all()
-
     def _erase_notes_of_the_gone(self) -> None:
         for name in [name for name, owner in self._owners.items() if owner() is None]:
             del self._owners[name]
@@ -164,7 +157,6 @@ class Channel:
         rung = heard != self._heard or (not self._bells.is_held and now - self._looked > LOOK_SECONDS)
         if rung:
             self._heard, self._looked = heard, now
-            self.on_ring()
         self._bells.listen()
         for each in (self.reporter, self.work, self.failures):
             each.look(rung)

@@ -227,7 +227,7 @@ def test_an_optimizer_of_a_copy_is_refused() -> None:
 
 
 def test_one_hook_a_run_is_in_the_loop() -> None:
-    """However many models and optimizers there are, one hook of ours is before steps and one after, and none at the end."""
+    """However many models and optimizers there are, a step has one hook of ours before it and one after."""
 
     def on_rank() -> tuple[int, int]:
         model, other = dw.wrap_model(network()), dw.wrap_model(network())

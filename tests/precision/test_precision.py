@@ -513,40 +513,39 @@ def test_an_own_step_after_unscale_is_refused_with_the_reason() -> None:
 def test_an_optimizer_of_other_tensors_steps_as_it_likes() -> None:
     """Its gradients were not scaled, also where a batch of a model in fp16 was given up before the step."""
 
-    def body() -> tuple[float, float]:
+    def body() -> float:
         model, optimizer = setting()
-        temperature, late = (torch.nn.Parameter(torch.ones(())) for _ in range(2))
+        temperature = torch.nn.Parameter(torch.ones(()))
         own = torch.optim.SGD([temperature], lr=0.1)
         dw.backward(model(torch.ones(1, 4)).sum())
         optimizer.zero_grad()
-        for tensor, of_tensor in ((temperature, own), (late, torch.optim.SGD([late], lr=0.1))):
-            of_tensor.step()  # has no gradient yet
-            (tensor - 2).square().backward()
-            of_tensor.step()
-            of_tensor.zero_grad()
-            (tensor - 2).square().backward()
-            assert dw.optimizer_step(of_tensor)
-        return temperature.item(), late.item()
-
-    assert under("fp16", body) == [pytest.approx((1.36, 1.36))]
-
-
-@pytest.mark.parametrize("stepped", ["by optimizer_step", "by itself"])
-def test_tensors_that_train_in_the_same_loss_are_scaled_too(stepped: str) -> None:
-    """What is in no wrapped model, and in no optimizer at the first backward, gets the right step or an error."""
-
-    def body() -> float:
-        model, _ = setting()
-        temperature = torch.nn.Parameter(torch.ones(()))
-        dw.backward(model(torch.ones(1, 4)).sum() * 0 + 3 * temperature)
-        own = torch.optim.SGD([temperature], lr=0.1)
-        if stepped == "by itself":
-            with pytest.raises(PrecisionError, match="still scaled"):
-                own.step()
-        assert dw.optimizer_step(own)
+        for step in (own.step, lambda: dw.optimizer_step(own)):
+            (temperature - 2).square().backward()
+            step()
+            own.zero_grad()
         return temperature.item()
 
-    assert under("fp16", body) == [pytest.approx(0.7)]
+    assert under("fp16", body) == [pytest.approx(1.36)]
+
+
+def test_tensors_that_train_in_the_same_loss_are_scaled_too() -> None:
+    """What is in no wrapped model gets the right step; an optimizer that was made too late is refused."""
+
+    def body() -> tuple[float, float]:
+        model, _ = setting()
+        temperature, late = (torch.nn.Parameter(torch.ones(())) for _ in range(2))
+        own = torch.optim.SGD([temperature], lr=0.1)
+        dw.backward(model(torch.ones(1, 4)).sum() * 0 + 3 * temperature + 3 * late)
+        with pytest.raises(PrecisionError, match="still scaled"):
+            own.step()
+        assert dw.optimizer_step(own)
+        of_late = torch.optim.SGD([late], lr=0.1)
+        for step in (of_late.step, lambda: dw.optimizer_step(of_late)):
+            with pytest.raises(PrecisionError, match="before the first backward"):
+                step()
+        return temperature.item(), late.item()
+
+    assert under("fp16", body) == [pytest.approx((0.7, 1.0))]
 
 
 def test_what_another_optimizer_accumulates_follows_the_scale() -> None:

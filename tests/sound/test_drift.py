@@ -336,7 +336,7 @@ WRONG: dict[Callable[[], None], tuple[type[ModelError], str]] = {
     gradients_set_by_hand: (DriftError, "by hand"),
     step_in_a_hook: (DriftError, "after 1 averages"),
     line_search: (DriftError, "same weights"),
-    plateau_of_own_metric: (DriftError, "ReduceLROnPlateau"),
+    plateau_of_own_metric: (DriftError, "the learning rate of SGD"),
     layer_replaced: (ModelError, "'head.weight' was added"),
     adapter_added: (ModelError, "'body.1.weight' was added"),
     unfrozen_later: (ModelError, "was frozen"),

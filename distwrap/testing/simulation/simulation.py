@@ -208,5 +208,4 @@ class _SimulatedChannel(Channel):
         heard = self._bells.heard()
         if heard != self._heard:
             self._heard = heard
-            self.on_ring()
             self.work.look(True)
