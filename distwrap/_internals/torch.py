@@ -374,6 +374,19 @@ def mark_steps_as_watched(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = watched  # type: ignore[method-assign]
 
 
+def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Let steps of one optimizer run the hooks of another, in whose place it steps, and count for its schedulers.
+
+    Relies on ``torch:optim.SGD([zeros(1)])._optimizer_step_pre_hooks``,
+    ``torch:optim.SGD([zeros(1)])._optimizer_step_post_hooks``.
+    Without it: step hooks of the other optimizer are not called.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if hasattr(other, name):
+            setattr(one, name, getattr(other, name))
+    one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
+
+
 def put_innermost(before: RemovableHandle, after: RemovableHandle) -> None:
     """Make a pre-hook of an optimizer's step the last one, and a post-hook the first, before either is run.
 

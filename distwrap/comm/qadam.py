@@ -23,7 +23,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Adam, AdamW, Optimizer
 
-from distwrap._internals.torch import after_backward, current_backward, foreach
+from distwrap._internals.torch import act_for, after_backward, current_backward, foreach
 from distwrap.checks import Check, whole
 from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
 from distwrap.comm.base import option
@@ -189,10 +189,10 @@ class _Momenta(Averager):
 class QAdamOptimizer(Optimizer):
     """Adam whose variance is frozen after `warmup_steps`, when gradients are averaged momenta.
 
-    It shares parameter groups and state with the original optimizer. After the warm-up a step is lr / (1 - β₁ᵗ) · m /
-    (√v / √(1 - β₂ᵀ) + ε), with v of the T-th step, and at most as long as Adam's longest, lr · max(1, (1 - β₁) / √(1 -
-    β₂)). Weights without a gradient until then, whose v is 0, are no longer trained, since their momentum is noise of
-    the codec.
+    It shares parameter groups, state and step hooks with the original optimizer, so that its schedulers act. After the
+    warm-up a step is lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵀ) + ε), with v of the T-th step, and at most as long as Adam's
+    longest, lr · max(1, (1 - β₁) / √(1 - β₂)). Weights without a gradient until then, whose v is 0, are no longer
+    trained, since their momentum is noise of the codec.
 
     Raises:
         OptionError: the optimizer is not Adam, or has options that are not in the formula.
@@ -208,7 +208,17 @@ class QAdamOptimizer(Optimizer):
             raise OptionError("comm='qadam' takes no complex parameters; comm='allreduce' and comm='local_sgd' do.")
         self.decoupled, self._warmup = isinstance(adam, AdamW), warmup_steps
         super().__init__(adam.param_groups, adam.defaults)
-        self.state = adam.state
+        self._adam = adam
+        self._share()
+        act_for(self, adam)
+        adam.register_load_state_dict_post_hook(lambda _: self._share())
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self._adam.param_groups, self._adam.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, also into the original optimizer."""
+        self._adam.load_state_dict(state_dict)
 
     def steps_of(self, group: dict[str, Any]) -> int:
         """Return the number of steps of a group, with those of plain Adam."""

@@ -17,7 +17,7 @@ from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model import unwrap_model
 from distwrap.model.gradients import Average
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of, under_ddp
 from distwrap.strategies.base import Strategy
 
 
@@ -187,7 +187,10 @@ class Windows(RunPart):
         held, watches = parameters_of(optimizer), self._world.part(WrappedModels).gradients
         for model in self._have_left_out:
             watch = watches.get(model)
-            is_behind = watch is not None and watch.average is Average.LEFT_OUT
+            alone = getattr(
+                under_ddp(model), "trains_alone", False
+            )  # as under local_sgd, where nobody averages gradients
+            is_behind = not alone and watch is not None and watch.average is Average.LEFT_OUT
             if (is_behind or self.is_left_out(model)) and Window(1, [model]).has_any(held):
                 raise ModelError(
                     f"optimizer step of {type(unwrap_model(model)).__name__} "

@@ -444,3 +444,23 @@ def test_qadams_optimizer_goes_on_from_its_state(cut: int) -> None:
         third.load_state_dict(adam.state_dict())
         _steps(third, plain, cut, 10)
         assert torch.allclose(whole, plain, atol=1e-5)
+
+
+def test_qadam_acts_for_the_users_adam() -> None:
+    """Schedulers and step hooks of the Adam that was given go on, also when either of both has loaded a state."""
+    parameter, called = nn.Parameter(torch.ones(9)), []
+    adam = torch.optim.AdamW([parameter], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, gamma=0.5)
+    adam.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer = QAdam(warmup_steps=5).prepare_optimizer(adam, None)
+    adam.register_step_post_hook(lambda *_: called.append("after"))
+    rates = []
+    for step, loads in enumerate((None, optimizer, adam)):
+        if loads is not None:
+            loads.load_state_dict(optimizer.state_dict())
+        _steps(optimizer, parameter, step, step + 1)
+        scheduler.step()  # warns, which is an error, if it has seen no step
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.05, 0.025, 0.0125]
+    assert called == ["before", "after"] * 3
+    assert optimizer.state[parameter]["step"] == 3

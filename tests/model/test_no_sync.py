@@ -76,6 +76,28 @@ def test_a_loop_by_modulo_trains_as_one_process(strategy: str) -> None:
             assert len(alike) == (0 if strategy == "fsdp" else 4)
 
 
+@pytest.mark.parametrize("comm", ["local_sgd(sync_every=1)", "decentralized", "diloco(sync_every=2)"])
+def test_where_nobody_averages_gradients(comm: str) -> None:
+    """A loop by modulo trains under algorithms of weights too: where all ranks have one batch, as one process does."""
+
+    def on_rank() -> list[float]:
+        model = dw.wrap_model(network(), comm=comm, same_inputs=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        for number, x in enumerate(batches(), 1):
+            steps_now = number % EVERY == 0 or number == STEPS
+            with dw.no_sync(model, enabled=not steps_now):
+                (model(x).pow(2).mean() / EVERY).backward()
+            if steps_now:
+                optimizer.step()
+                optimizer.zero_grad()
+        return _weights(model)
+
+    expected = in_one_process()
+    for weights in run_ranks(on_rank, 2):
+        if not comm.startswith("diloco"):  # whose outer optimizer has a momentum of its own
+            assert weights == pytest.approx(expected, rel=0, abs=1e-12)
+
+
 def test_in_a_single_process_it_changes_nothing() -> None:
     """Alone the loop is the plain one."""
     assert trained(in_one_line=True)[0] == in_one_process()
