@@ -108,3 +108,41 @@ def test_other_errors_stay_as_they_are() -> None:
             model(torch.ones(1, 2), "middle")
 
     run_ranks(on_rank, 2)
+
+
+def test_a_backward_that_was_broken_off_is_named() -> None:
+    """A loop that catches an error amid a backward, is told so at the next forward, or goes on rightly."""
+
+    def on_rank(where: str) -> list[float] | str:
+        torch.manual_seed(0)
+        model = dw.wrap_model(nn.Linear(4, 1).double())
+        weight = model.module.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            for number in range(3):
+                optimizer.zero_grad()
+                output = model(torch.full((2, 4), number + 1.0, dtype=torch.float64))
+                handle = (output if where == "before any gradient" else weight).register_hook(_broken(number))
+                try:
+                    output.square().mean().backward()
+                except ValueError:
+                    continue
+                finally:
+                    handle.remove()
+                optimizer.step()
+        except ModelError as error:
+            return str(error)
+        return model.module.weight.flatten().tolist()
+
+    def _broken(number: int) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            if number == 1:
+                raise ValueError("a bad batch")
+
+        return hook
+
+    one = run_ranks(on_rank, 1, "amid them")
+    assert run_ranks(on_rank, 2, "before any gradient") == [pytest.approx(one[0])] * 2
+    for words in run_ranks(on_rank, 2, "amid them"):
+        assert isinstance(words, str)
+        assert "error of the backward before" in words
