@@ -48,8 +48,14 @@ class XLA(DeviceKind):
     def streams(self) -> None:
         return None
 
-    def memory(self, device: torch.device) -> int | None:
+    def memory(self, device: torch.device) -> None:
         return None
+
+    def peak_memory(self, device: torch.device) -> None:
+        return None
+
+    def has_float64(self, device: torch.device) -> bool:
+        return True  # computed by the compiler in pairs of float32 where the device lacks it
 
 
 def _model() -> Any:

@@ -11,7 +11,7 @@ import pytest
 from tests.interpreters import run_python
 from tests.slow import nightly
 
-ENGINES = ("deepspeed", "horovod", "hivemind", "ray", "submitit", "transformers", "accelerate")
+ENGINES = ("deepspeed", "horovod", "hivemind", "ray", "submitit", "transformers", "accelerate", "torch_xla")
 
 PROGRAM = f"""
 import json, sys
@@ -40,7 +40,8 @@ def test_no_engine_is_imported_unless_it_is_chosen(launcher: str, tmp_path: Path
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = run_python(program, launcher, env={"PYTHONPATH": str(Path(__file__).parents[2])}, timeout=100)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [[[], []], []], done.stderr
+    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # torch 2.9 prints such
+    assert [json.loads(line) for line in lines] == [[[], []], []], done.stderr
 
 
 def test_there_is_something_to_leave_alone() -> None:

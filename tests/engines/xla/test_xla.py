@@ -47,6 +47,12 @@ def test_it_trains_on_torch_xlas_device(strategy: str) -> None:
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
+def test_a_report_says_what_torch_tells(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of these devices torch tells no memory, and the rest is there."""
+    dw.distributed(strategy="xla", report=True, timeout=100)(on_rank)()
+    assert "xla:0" in capfd.readouterr().err
+
+
 def _failing() -> None:
     raise KeyError("of the rank")
 
