@@ -75,8 +75,8 @@ def unfinished(error: RuntimeError, model: nn.Module, trained: list[str]) -> Run
         lines.append(
             "Use them in every step, freeze them before wrap_model() with requires_grad_(False), or, where the model "
             "really takes one way or the other, wrap_model(..., find_unused_parameters=True). Every output of the "
-            "forward must also be part of the loss. If the loop has caught an error of the backward before, that is why: "
-            "its exchange is not finished. Let such an error end the run, or check the batch before its forward."
+            "forward must also be part of the loss. If the loop has caught an error of the backward before, that is "
+            "why: its exchange is not finished. Let such an error end the run, or check the batch before its forward."
         )
     return _because(error, ModelError("\n".join(lines)))
 
