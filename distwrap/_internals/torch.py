@@ -5,6 +5,7 @@ Every function says which names it relies on, and what happens without them; all
 
 import functools
 import importlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import ModuleType
@@ -387,16 +388,14 @@ def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
 
 
-def put_innermost(before: RemovableHandle, after: RemovableHandle) -> None:
-    """Make a pre-hook of an optimizer's step the last one, and a post-hook the first, before either is run.
+def hooks_beside(handle: RemovableHandle) -> OrderedDict[int, Any]:
+    """Return the hooks among which a hook was registered, by the ids of their handles, in the order of their calls.
 
     Relies on ``torch:utils.hooks.RemovableHandle.hooks_dict_ref``.
     Without it: hooks of the user's that were registered later see hidden gradients.
     """
-    for handle, last in ((before, True), (after, False)):
-        hooks: Any = getattr(handle, "hooks_dict_ref", dict)()
-        if hooks and next(reversed(hooks) if last else iter(hooks)) != handle.id:
-            hooks.move_to_end(handle.id, last=last)
+    hooks: Any = getattr(handle, "hooks_dict_ref", dict)()
+    return hooks or OrderedDict({handle.id: None})  # type: ignore[no-any-return]
 
 
 def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

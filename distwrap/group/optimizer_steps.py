@@ -4,15 +4,15 @@ torch runs hooks on all optimizers before those of one optimizer, and after its 
 and change gradients must therefore be a hook of the optimizer itself, and stay inside of the user's own hooks.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from distwrap._internals.torch import put_innermost
+from distwrap._internals.torch import hooks_beside
 from distwrap.group.world import RunPart, World
 
 # Called with the optimizer and its step's arguments. Before the step it may return others, as a hook of torch's may.
@@ -33,7 +33,7 @@ class Phase(Enum):
     END = auto()  # measuring ends
 
 
-_BEFORE = (Phase.ADOPT, Phase.REFUSE, Phase.COMPARE, Phase.EXCHANGE, Phase.HIDE)
+_INNER = (Phase.ADOPT, Phase.REFUSE, Phase.COMPARE, Phase.EXCHANGE, Phase.HIDE)
 
 
 class OptimizerSteps(RunPart):
@@ -41,41 +41,69 @@ class OptimizerSteps(RunPart):
 
     def __init__(self, world: World) -> None:
         self._listeners: dict[Phase, list[Listener]] = {phase: [] for phase in Phase}
-        self._before: list[Listener] = []  # inside of the user's hooks, in the order of the phases
-        self._around: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = WeakKeyDictionary()
-        self._handles = [register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)]
+        self._inner: list[Listener] = []  # before the step, inside of the user's hooks
+        # The hook of each optimizer, by its number and among the optimizer's own.
+        self._hooks: WeakKeyDictionary[Optimizer, tuple[int, OrderedDict[int, Any]]] = WeakKeyDictionary()
+        self._showing: WeakSet[Optimizer] = WeakSet()
+        self._handles = [register_optimizer_step_pre_hook(self._begin)]
+        self._ends = False
 
     def listen(self, phase: Phase, listener: Listener) -> Callable[[], None]:
         """Call a listener in a phase of each step from now on, until the returned function is called."""
         self._listeners[phase].append(listener)
-        self._order()
+        self._inner = [each for before in _INNER for each in self._listeners[before]]
+        if phase in (Phase.FINISH, Phase.END) and not self._ends:
+            self._ends = True
+            self._handles.append(register_optimizer_step_post_hook(self._end))
 
         def stop() -> None:
             self._listeners[phase].remove(listener)
-            self._order()
+            self._inner = [each for before in _INNER for each in self._listeners[before]]
 
         return stop
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in (*self._handles, *(each for around in self._around.values() for each in around)):
+        for handle in self._handles:
             handle.remove()
 
-    def _order(self) -> None:
-        self._before = [listener for phase in _BEFORE for listener in self._listeners[phase]]
-
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        around = self._around.get(optimizer)
-        if around is None:
-            around = optimizer.register_step_pre_hook(self._inside), optimizer.register_step_post_hook(self._shown)
-            self._around[optimizer] = around
-        put_innermost(*around)
-        return _told(self._listeners[Phase.BEGIN], optimizer, args, kwargs)
+        number, hooks = self._hooks.get(optimizer) or self._hooked(optimizer)
+        if next(reversed(hooks)) != number:
+            hooks.move_to_end(number)  # after hooks that the user has registered since
+        if self._listeners[Phase.SHOW] and optimizer not in self._showing:
+            self._show_first(optimizer)
+        begins = self._listeners[Phase.BEGIN]
+        return self._inside(optimizer, args, kwargs, begins) if begins else None
 
-    def _inside(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _told(self._before, optimizer, args, kwargs)
+    def _hooked(self, optimizer: Optimizer) -> tuple[int, OrderedDict[int, Any]]:
+        handle = optimizer.register_step_pre_hook(self._inside)
+        self._handles.append(handle)
+        self._hooks[optimizer] = handle.id, hooks_beside(handle)
+        return self._hooks[optimizer]
 
-    def _shown(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _show_first(self, optimizer: Optimizer) -> None:
+        """Register the hook that acts right after a step, before those of the user's."""
+        self._showing.add(optimizer)
+        handle = optimizer.register_step_post_hook(self._show)
+        self._handles.append(handle)
+        hooks_beside(handle).move_to_end(handle.id, last=False)
+
+    def _inside(
+        self,
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        listeners: list[Listener] | None = None,
+    ) -> Any:
+        """Call listeners before a step, and return its arguments if one of them has replaced these."""
+        given = None
+        for listener in self._inner if listeners is None else listeners:
+            if (replaced := listener(optimizer, args, kwargs)) is not None:
+                given = args, kwargs = replaced
+        return given
+
+    def _show(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for listener in self._listeners[Phase.SHOW]:
             listener(optimizer, args, kwargs)
 
@@ -83,12 +111,3 @@ class OptimizerSteps(RunPart):
         for phase in (Phase.FINISH, Phase.END):
             for listener in self._listeners[phase]:
                 listener(optimizer, args, kwargs)
-
-
-def _told(listeners: list[Listener], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call listeners before a step, and return its arguments if one of them has replaced these."""
-    given = None
-    for listener in listeners:
-        if (replaced := listener(optimizer, args, kwargs)) is not None:
-            given = args, kwargs = replaced
-    return given

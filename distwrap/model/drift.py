@@ -91,9 +91,11 @@ class ModelWatch(Watch):
 
     def step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step."""
-        if self._net is None:
-            return
-        if self._by_steps and (bound_strategy(optimizer) is self._strategy or self.trained_by(optimizer)):
+        if (
+            self._by_steps
+            and self._net is not None
+            and (bound_strategy(optimizer) is self._strategy or self.trained_by(optimizer))
+        ):
             alignment = getattr(getattr(self._model(), "_distwrap", None), "alignment", None)
             self._forwards = [] if alignment is None else [alignment.held()]
             self.average()
