@@ -395,7 +395,7 @@ def hooks_beside(handle: RemovableHandle) -> OrderedDict[int, Any]:
     Without it: hooks of the user's that were registered later see hidden gradients.
     """
     hooks: Any = getattr(handle, "hooks_dict_ref", dict)()
-    return hooks or OrderedDict({handle.id: None})  # type: ignore[no-any-return]
+    return hooks or OrderedDict({handle.id: None})
 
 
 def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
