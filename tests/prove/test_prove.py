@@ -44,7 +44,7 @@ def cases(values: list[Any], names: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize("path", cases(loops(), list(map(named, loops()))), ids=named)
 def test_a_right_loop_is_equal(path: Path) -> None:
-    proof = proven(Program(str(path)), steps=60)
+    proof = proven(Program(str(path), steps=60))
     assert proof.verdict == ("not comparable" if named(path) in DRAWING else "equal"), str(proof)
 
 
@@ -54,7 +54,7 @@ def proven_with(planted: Planted, folder: Path) -> Proof:
     assert text.count(planted.old) == 1
     path = folder / Path(planted.loop).name
     path.write_text(text.replace(planted.old, planted.new))
-    return proven(Program(str(path)), steps=60)
+    return proven(Program(str(path), steps=60))
 
 
 @pytest.mark.parametrize("planted", cases(PLANTED, [each.name for each in PLANTED]), ids=lambda each: each.name)
@@ -185,7 +185,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.nightly(row="prove", why=WHY)
 def test_an_example_is_equal(name: str) -> None:
     """The others draw their data on each rank, or launch in ways of their own."""
-    proof = proven(Program(str(EXAMPLES / f"{name}.py")), ranks=(2, 3), steps=4)
+    proof = proven(Program(str(EXAMPLES / f"{name}.py"), steps=4), ranks=(2, 3))
     assert proof.verdict == "equal", str(proof)
 
 
