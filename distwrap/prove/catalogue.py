@@ -77,7 +77,7 @@ CATALOGUE = (
         "DW204",
         "number-of-a-part",
         "a number that is printed or returned is of one rank's part, or adds up what a mean should weigh",
-        "distwrap.mean(value, count) is the mean over all ranks' samples",
+        "take distwrap.mean(value, count), the mean over all ranks' samples",
     ),
     Mistake(
         "DW301",
@@ -101,7 +101,8 @@ CATALOGUE = (
         "DW402",
         "batch-statistics",
         "layers normalize by the statistics of the rank's part of the batch",
-        "wrap_model(model, sync_batchnorm=True) takes those of the whole batch, on accelerators; or use GroupNorm",
+        "say wrap_model(model, sync_batchnorm=True), which takes those of the whole batch, on accelerators; or use "
+        "GroupNorm",
     ),
     Mistake(
         "DW403",

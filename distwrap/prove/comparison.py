@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distwrap.prove.catalogue import BY_NAME, is_ignored
+from distwrap.prove.catalogue import BY_NAME, CATALOGUE, is_ignored
 from distwrap.prove.observer import Seen, Step
 from distwrap.prove.world import World
 from distwrap.wording import named_ranks
@@ -130,7 +130,8 @@ def _compare(one: World, several: World, found: Comparison) -> None:
         found.steps += 1
     counts = {len(seen.steps) for seen in ranks} | {len(alone.steps)}
     if several.error and (counts != {len(alone.steps)} or not one.error):
-        found.difference = Difference("failed", found.steps + 1, how=several.error)
+        named = [each.name for each in CATALOGUE if f"({each.id})" in several.error]
+        found.difference = Difference((*named, "failed")[0], found.steps + 1, how=several.error)
     elif found.resumed:
         return
     elif len(counts) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.slow import nightly, slow
 
 FEW = ("dw/plain", "loss times world size", "validation of rank 0's share")  # right loops and mistakes in make test
 WHY = "a proof is four worlds"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "explanation" / "mistakes.md"
 # Loops in which each rank draws random numbers of its own.
 DRAWING = tuple(
     f"public/{each}" for each in ("dcgan", "diffusion", "gradient_penalty", "mixup", "simclr", "vae", "word2vec")
@@ -171,21 +174,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_catalogue() -> None:
-    """Each mistake has an id and a name of its own, and a section of the page."""
+    """Each mistake has an id and a name of its own, and a section of the page, and no message names another id."""
     assert len({each.id for each in CATALOGUE}) == len({each.name for each in CATALOGUE}) == len(CATALOGUE)
-    page = (Path(__file__).parents[2] / "docs/explanation/mistakes.md").read_text()
-    assert all(f"## {each.id} {each.name}" in page for each in CATALOGUE)
+    sections = dict(re.findall(r"^## (\S+ \S+)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S))
+    assert list(sections) == [f"{each.id} {each.name}" for each in CATALOGUE]
+    for each, text in zip(CATALOGUE, sections.values(), strict=True):
+        words = " ".join(text.split())
+        assert all(f"{said[0].upper()}{said[1:]}." in words for said in (each.what, each.rule)), each.id
+    named = {id for path in (ROOT / "distwrap").rglob("*.py") for id in re.findall(r"\bDW\d{3}\b", path.read_text())}
+    assert named == {each.id for each in CATALOGUE}
     assert Proof("equal", [], []).exit_code == 0
-
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("name", ["digits"])
 @pytest.mark.nightly(row="prove", why=WHY)
 def test_an_example_is_equal(name: str) -> None:
     """The others draw their data on each rank, or launch in ways of their own."""
-    proof = proven(Program(str(EXAMPLES / f"{name}.py"), steps=4), ranks=(2, 3))
+    proof = proven(Program(str(ROOT / "examples" / f"{name}.py"), steps=4), ranks=(2, 3))
     assert proof.verdict == "equal", str(proof)
 
 
