@@ -49,7 +49,8 @@ def without_dropout(left_out: Callable[[], None]) -> Iterator[None]:
     Args:
         left_out: called where some would have been.
     """
-    library = torch.library.Library("aten", "IMPL")
+    library_of: Any = torch.library.Library
+    library = library_of("aten", "IMPL")
 
     def keep(values: Tensor, p: float, train: bool) -> Tensor:
         if p and train:

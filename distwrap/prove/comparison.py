@@ -323,7 +323,9 @@ def _of_numbers(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference
         found.compared["returned numbers"] += len(alone.returned)
     theirs = [(seen.printed, rank) for rank, seen in enumerate(ranks) if seen.printed]
     if theirs and [len(numbers) for *_, numbers in theirs[0][0]] == [len(numbers) for *_, numbers in alone.printed]:
-        for (place, mine), (_, numbers) in zip(alone.printed, theirs[0][0], strict=True):
+        for (place, mine), (_, printed) in zip(alone.printed, theirs[0][0], strict=True):
+            # A loop may print its number of ranks.
+            numbers = [b if (a, b) == (len(ranks), 1) else a for a, b in zip(printed, mine, strict=True)]
             if not _near(mine, numbers, found.steps):
                 how = _numbers(numbers, mine, theirs[0][1])
                 return Difference("number-of-a-part", 0, place, "what was printed", how)

@@ -59,10 +59,10 @@ class Proof:
     def as_junit(self) -> str:
         """Return it as JUnit's XML, with a test case for each comparison."""
         suite = ElementTree.Element("testsuite", name="distwrap prove")
-        for each in self.comparisons or [None]:
-            name = "one process" if each is None else each.name
+        cases = {each.name: bool(each.difference.mistake) for each in self.comparisons} or {"one process": True}
+        for name, differs in cases.items():
             case = ElementTree.SubElement(suite, "testcase", classname="distwrap.prove", name=name)
-            if self.exit_code and (each is None or each.difference.mistake or not each.is_comparable):
+            if self.exit_code == 2 or (self.exit_code == 1 and differs):
                 ElementTree.SubElement(case, "failure", message=self.verdict).text = str(self)
         return ElementTree.tostring(suite, encoding="unicode")
 
@@ -133,6 +133,9 @@ def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
             if resume:  # by hand its batch is of one rank, and grows with them
                 several = run(program, Size(number if by_hand else ranks[-1], times=by_hand), folder)
         comparisons.append(compare(one, several, number if resume else 0))
+        if not (by_hand or program.batch or several.error) and several.sizes - one.sizes:
+            comparisons[-1] = Comparison(number, is_comparable=False)
+            comparisons[-1].notes.append("the loop's batch size depends on the number of ranks: say --batch")
     notes = _notes(program, one) + sorted({note for each in comparisons for note in each.notes})
     wrong = [each.difference for each in comparisons if each.difference.mistake]
     seen = sum(each.compared["gradients"] + each.compared["returned numbers"] for each in comparisons)
