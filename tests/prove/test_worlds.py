@@ -19,7 +19,7 @@ import distwrap as dw
 from distwrap.cli import main
 from distwrap.errors import ProofError
 from distwrap.network.waiting import wait_until
-from distwrap.prove.proof import Proof, prove as proven
+from distwrap.prove.proof import prove as proven
 from distwrap.prove.world import Program
 from distwrap.testing import prove
 from tests.prove.planted import LOOPS
@@ -113,9 +113,8 @@ def test_resuming() -> None:
     proof = prove(lambda: train(epochs=5), ranks=[2, 3], steps=3, epochs=1, resume=True)
     assert "on 2 and then 3 ranks" in str(proof)
     assert proof.comparisons[0].steps == 3
-    for lost in ("optimizer", "loader"):
-        with pytest.raises(ProofError, match=r"step 4, .*\n.* on 2 and then 3 ranks: .*\n.*DW403 state-lost"):
-            prove(lambda lost=lost: train(epochs=5, lost=lost), ranks=[2, 3], steps=3, epochs=1, resume=True)
+    with pytest.raises(ProofError, match=r"step 4, .*\n.* on 2 and then 3 ranks: .*\n.*DW403 state-lost"):
+        prove(lambda: train(epochs=5, lost="optimizer"), ranks=[2, 3], steps=3, epochs=1, resume=True)
     with pytest.raises(ProofError, match=r"not comparable: .*\n(.*\n)*.*did not go on from a step"):
         prove(train, ranks=[2, 3], steps=3, resume=True)
 
@@ -136,12 +135,13 @@ def proven_text(loop: str, old: str, new: str, folder: Path, *options: str) -> i
 
 @pytest.mark.parametrize("loop", ["dw/plain.py", slow("ddp/mingpt_trainer.py", why=WHY)])
 def test_a_script_of_real_ranks(loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that torchrun would start, with distwrap and without: also from here no rank is simulated."""
-    asks = "import sys\nassert 'distwrap.testing.simulation.launcher' not in sys.modules\n"
-    first = (LOOPS / loop).read_text().partition("import torch")[1]
+    """One that torchrun would start, with distwrap and without, as a process for each rank."""
+    text = (LOOPS / loop).read_text().replace("import torch\n", "import torch\nfrom distwrap import simulated\n", 1)
     path = tmp_path / "script.py"
-    path.write_text((LOOPS / loop).read_text().replace(first, asks + first, 1))
-    assert main(["prove", "--real", "--ranks", "2", "--steps", "3", str(path)]) == 0, capsys.readouterr().out
+    path.write_text(text.replace("loss.backward()", "assert simulated.running is None; loss.backward()"))
+    options = ("--ranks", "2", "--steps", "3", str(path))
+    assert main(["prove", "--real", *options]) == 0, capsys.readouterr().out
+    assert main(["prove", *options]) == 2  # what the script asks is answered otherwise there
 
 
 def test_a_comment_ignores_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,10 +197,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def of_strategy(options: dict[str, object], factor: float) -> Proof:
-    return proven(Program(function=dw.distributed(**options)(plain), arguments=[factor], steps=3), ranks=[2])
-
-
 def plain(factor: float) -> None:
     torch.manual_seed(0)
     model = dw.wrap_model(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1)))
@@ -212,9 +208,13 @@ def plain(factor: float) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", slow("fsdp", why=WHY)])
-def test_a_strategy(strategy: str) -> None:
-    proof = of_strategy({"strategy": strategy}, 1.0)
-    assert proof.verdict == "equal", str(proof)
-    proof = of_strategy({"strategy": strategy}, 0.0)
-    assert proof.mistake == "sum-loss", str(proof)
+STRATEGIES = {"zero1": {"strategy": "zero1"}, "fsdp": {"strategy": "fsdp"}, "powersgd": {"comm": "powersgd"}}
+
+
+@pytest.mark.parametrize("name", ["zero1", slow("fsdp", why=WHY), slow("powersgd", why=WHY)])
+def test_a_strategy(name: str) -> None:
+    """A right loop is equal, also where gradients and optimizer state are divided, and a mistake is named."""
+    function = dw.distributed(**STRATEGIES[name])(plain)
+    proofs = [proven(Program(function=function, arguments=[each], steps=3), ranks=[2]) for each in (1.0, 0.0)]
+    assert [each.verdict for each in proofs] == ["equal", "differs"], "\n".join(map(str, proofs))
+    assert proofs[1].mistake == "sum-loss", str(proofs[1])
