@@ -22,7 +22,7 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="stop the first ranks after the steps, go on with the last, and compare these",
+        help="stop 2 ranks after the steps, go on with 3 from what they have saved, and compare",
     )
     parser.add_argument("--real", action="store_true", help="ranks are processes over gloo, rather than simulated")
     parser.add_argument("--batch", type=int, help="size of the batch of all ranks together")

@@ -29,8 +29,8 @@ def prove(
         steps: of optimizers, after which a rank has been seen enough.
         batch: size of the batch of all ranks together, which all numbers of ranks divide.
         epochs: in the place of steps: so many epochs, of ``steps`` batches at most.
-        resume: whether it stops after its steps on the first number of ranks, goes on with the last from what it has
-            saved in its folder, and is compared from there on.
+        resume: whether it stops after its steps on the first number of ranks, goes on with the second from what it
+            has saved in its folder, and is compared from there on.
         real: whether the ranks are processes, rather than simulated.
 
     Returns:

@@ -95,7 +95,7 @@ def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume: bool = 
     Args:
         program: what is proven.
         ranks: numbers of ranks.
-        resume: whether the last of them goes on from what the first has saved, and is compared alone.
+        resume: whether the second of them goes on from what the first has saved, and is compared alone.
 
     Raises:
         OptionError: a number of ranks does not divide the batch, or is below 2.
@@ -131,7 +131,7 @@ def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
         with tempfile.TemporaryDirectory(prefix="distwrap-prove-") as folder:
             several = run(program, Size(number, times=by_hand), folder)
             if resume:  # by hand its batch is of one rank, and grows with them
-                several = run(program, Size(number if by_hand else ranks[-1], times=by_hand), folder)
+                several = run(program, Size(number if by_hand else ranks[:2][-1], times=by_hand), folder)
         comparisons.append(compare(one, several, number if resume else 0))
         if not (by_hand or program.batch or several.error) and several.sizes - one.sizes:
             comparisons[-1] = Comparison(number, is_comparable=False)

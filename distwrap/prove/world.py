@@ -32,7 +32,6 @@ from distwrap.errors import LaunchError
 from distwrap.launch.worker import tie_to_parent
 from distwrap.network.waiting import wait_until
 from distwrap.prove.observer import Observer, Seen, numbers_in
-from distwrap.testing import simulate
 from distwrap.testing.simulation.script import failure_of
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -170,12 +169,13 @@ def run(program: Program, size: Size, folder: str | None = None) -> World:
 
         if not wait_until(have_ended, _SECONDS):
             raise LaunchError(f"the world of {size.ranks} ranks was not done in {_SECONDS} s: look at fewer --steps.")
-        worlds: list[World] = [torch.load(each, weights_only=False) for each in found if each.exists()]  # of our own
+        there = sorted((each for each in found if each.exists()), key=lambda each: each.stat().st_mtime_ns)
+        worlds: list[World] = [torch.load(each, weights_only=False) for each in there]  # of our own processes
         if not worlds or (any(statuses) and not any(each.error for each in worlds)):
             raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {statuses}).")
         for each in worlds[1:]:
-            worlds[0].seen.update(each.seen)
-            worlds[0].error = worlds[0].error or each.error
+            worlds[0].seen |= each.seen
+            worlds[0].error = worlds[0].error or each.error  # the first one
         return worlds[0]
 
 
@@ -224,10 +224,9 @@ class _Child:
                 self._observer.watching(),
             ):
                 returned = self._start()
-            for rank, seen in self._observer.seen.items():
+            self._observer.here().seen.returned = numbers_in(returned)
+            for seen in self._observer.seen.values():
                 seen.has_ended = True
-                if rank in returned:
-                    seen.returned = numbers_in(returned[rank])
         except BaseException as error:  # noqa: BLE001 - told to the parent
             self._world.error = _in_words(error)
         self._end()
@@ -266,20 +265,18 @@ class _Child:
             self._end()
         running.condition().wait(words="the other ranks of a proof, which has seen enough")
 
-    def _start(self) -> dict[int, Any]:
-        """Run the program, and return what ranks have returned, where that is known."""
+    def _start(self) -> Any:
+        """Run the program, and return what a function has returned."""
         program = self._program
         if program.function is not None:
-            if hasattr(program.function, "options"):  # it is decorated
-                return {self._rank: program.function(*program.arguments)}
-            if program.real:
-                return {self._rank: distributed()(program.function)(*program.arguments)}
-            return dict(enumerate(simulate(program.function, self._size.ranks, *program.arguments)))
+            is_decorated = hasattr(program.function, "options")
+            function = program.function if is_decorated else distributed()(program.function)
+            return function(*program.arguments)
         words = list(map(str, program.arguments))
         if not program.is_decorated and not program.real:
             if failure := failure_of(program.script, self._size.ranks, words):
                 raise LaunchError(failure)
-            return {}
+            return None
         sys.path.insert(0, str(Path(program.script).parent.resolve()))
         try:
             with mock.patch.object(sys, "argv", [program.script, *words]):
@@ -287,7 +284,7 @@ class _Child:
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
-        return {}
+        return None
 
 
 @contextlib.contextmanager
@@ -323,10 +320,8 @@ def _guard(folder: Path, program: Program) -> list[str]:
         changes = args[2] & _WRITES if event == "open" else event in _CHANGES
         for each in args[_CHANGES.get(event, _ONE)] if changes else ():
             text = os.path.abspath(os.fsdecode(each)) if isinstance(each, _PATHS) else str(each)
-            if isinstance(each, int):  # a file that is open already
-                continue
-            if text.startswith(tuple(allowed)) or "__pycache__" in text:
-                continue
+            if isinstance(each, int) or text.startswith(tuple(allowed)) or "__pycache__" in text:
+                continue  # an integer is a file that is open already
             raise PermissionError(
                 f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing outside of "
                 "its own folder: give the loop a relative path, or say --allow-writes."

@@ -163,16 +163,15 @@ def test_a_comment_ignores_a_finding(tmp_path: Path, capsys: pytest.CaptureFixtu
 ORPHANS = """
 import os, select, sys
 from pathlib import Path
-from distwrap.testing import prove
+from distwrap.prove.proof import prove
+from distwrap.prove.world import Program
 
 def never_ends():
     Path(sys.argv[1]).write_text(str(os.getpid()))
     select.select([], [], [], 600)  # sleep() takes no time in a simulation
 
-import distwrap.prove.world as world
-world._guard = lambda *_: []
 if __name__ == "__main__":
-    prove(never_ends, ranks=[2])
+    prove(Program(function=never_ends, allow_writes=True), ranks=[2])
 """
 
 
