@@ -55,10 +55,13 @@ def test_a_right_loop_is_equal(path: Path) -> None:
 def proven_with(planted: Planted, folder: Path) -> Proof:
     """Prove a loop with a mistake in it."""
     text = (LOOPS / planted.loop).read_text()
-    assert text.count(planted.old) == 1
     path = folder / Path(planted.loop).name
     path.write_text(text.replace(planted.old, planted.new))
     return proven(Program(str(path), steps=60))
+
+
+def test_each_mistake_is_planted_once() -> None:
+    assert all((LOOPS / each.loop).read_text().count(each.old) == 1 for each in (*PLANTED, *UNSEEN))
 
 
 @pytest.mark.parametrize("planted", cases(PLANTED, [each.name for each in PLANTED]), ids=lambda each: each.name)
