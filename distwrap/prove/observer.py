@@ -70,7 +70,7 @@ class Seen:
     Attributes:
         steps: of its optimizers, in order.
         printed: numbers that it has printed, by the line of the user's.
-        dropout: lines of the user's that drop out, which is left out.
+        switched_off: what was not done: dropout on some lines, and approximate exchanges.
         statistics: names of modules that normalize by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
         returned: numbers in what its function has returned.
@@ -80,7 +80,7 @@ class Seen:
 
     steps: list[Step] = field(default_factory=list)
     printed: list[tuple[str, list[float]]] = field(default_factory=list)
-    dropout: set[str] = field(default_factory=set)
+    switched_off: set[str] = field(default_factory=set)
     statistics: list[str] = field(default_factory=list)
     evaluations: int = 0
     returned: list[float] | None = None
@@ -230,7 +230,7 @@ class Observer:
                 hooked_forward(self._begin_forward),
                 hooked_backward(lambda losses: self.here().end_backward(losses)),
                 hooked_epochs(self._epoch),
-                without_dropout(lambda: self.here().seen.dropout.add(self.here().place())),
+                without_dropout(lambda: self.here().seen.switched_off.add(f"dropout at {self.here().place()}")),
             ):
                 yield
         finally:

@@ -153,8 +153,8 @@ def _notes(program: Program, one: World) -> list[str]:
         sizes = ", ".join(f"{size} is {program.batch or common_batch(size)}" for size in changed)
         notes.append(f"the batch of all ranks together is one that 2, 3 and 4 divide: {sizes}")
     if seen is not None:
-        if seen.dropout:
-            notes.append(f"dropout was switched off: {', '.join(sorted(seen.dropout)[:3])}")
+        if seen.switched_off:
+            notes.append(f"switched off: {', '.join(sorted(seen.switched_off)[:3])}")
         if not seen.evaluations:
             notes.append("no evaluation was seen")
         if not seen.has_ended:

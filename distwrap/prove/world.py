@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from distwrap import data, simulated
 from distwrap._internals.torch_prove import batches_of
 from distwrap._internals.torch_simulation import replaced
+from distwrap.comm.allreduce import AllReduce
 from distwrap.data import loader as loaders
+from distwrap.data.loader import shard_loader
 from distwrap.data.sharded import innermost
 from distwrap.decorator import distributed
 from distwrap.environments import torchrun
@@ -32,6 +34,8 @@ from distwrap.errors import LaunchError
 from distwrap.launch.worker import tie_to_parent
 from distwrap.network.waiting import wait_until
 from distwrap.prove.observer import Observer, Seen, numbers_in
+from distwrap.strategies.base import Wrapping
+from distwrap.strategies.ddp import DDPStrategy
 from distwrap.testing.simulation.script import failure_of
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -220,7 +224,7 @@ class _Child:
                 contextlib.redirect_stdout(output),
                 contextlib.redirect_stderr(output),
                 batches_of(self._batch, 0 if size.times else size.ranks, program.steps if program.epochs else 0),
-                _sharded_alike(),
+                self._alike(),
                 self._observer.watching(),
             ):
                 returned = self._start()
@@ -241,6 +245,19 @@ class _Child:
             os._exit(1)
         wait_until(lambda: all(each.exists() for each in self._found), _SECONDS)  # others may need this process
         os._exit(0)
+
+    def _alike(self) -> Any:
+        """Return a context in which ranks get the samples, and the mean of gradients, that one process has."""
+        real = DDPStrategy.prepare_model
+
+        def prepare(strategy: Any, model: Any, world: Any, wrapping: Wrapping) -> Any:
+            if (comm := wrapping.comm or strategy.comm) is not None:
+                self._observer.here().seen.switched_off.add(f"comm={type(comm).__name__}")
+                wrapping = replace(wrapping, comm=AllReduce())
+            return real(strategy, model, world, wrapping)
+
+        shards = [(owner, "shard_loader", _shard) for owner in (sys.modules["distwrap"], data, loaders)]
+        return replaced([*shards, (DDPStrategy, "prepare_model", prepare)])
 
     def _variables(self) -> dict[str, str]:
         if not self._program.real:
@@ -287,23 +304,16 @@ class _Child:
         return None
 
 
-@contextlib.contextmanager
-def _sharded_alike() -> Any:
-    """Let loaders be sharded within a ``with`` so that each step's samples are those of one process."""
-    real = loaders.shard_loader
-
-    def shard(loader: Any, **options: Any) -> Any:
-        shuffles = isinstance(loader, DataLoader) and isinstance(innermost(loader), RandomSampler)
-        if not shuffles:
-            options.pop("order", None)
-        elif options.get("order", "auto") == "auto":
-            options["order"] = "torch"
-        if shuffles and options.get("mode", "auto") == "auto":
-            options["mode"] = "drop"
-        return real(loader, **{**options, "batch_size": "per_rank"})
-
-    with replaced([(owner, "shard_loader", shard) for owner in (sys.modules["distwrap"], data, loaders)]):
-        yield
+def _shard(loader: Any, **options: Any) -> Any:
+    """Shard a loader so that each step's samples are those of one process."""
+    shuffles = isinstance(loader, DataLoader) and isinstance(innermost(loader), RandomSampler)
+    if not shuffles:
+        options.pop("order", None)
+    elif options.get("order", "auto") == "auto":
+        options["order"] = "torch"
+    if shuffles and options.get("mode", "auto") == "auto":
+        options["mode"] = "drop"
+    return shard_loader(loader, **{**options, "batch_size": "per_rank"})
 
 
 def _guard(folder: Path, program: Program) -> list[str]:
