@@ -147,8 +147,7 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     for rank, step in enumerate(several):
         if not _are_the_same(step.rates, one.rates):
             how = f"{step.rates} on rank {rank}, {one.rates} in one process"
-            ratio = step.rates[0] / one.rates[0] if one.rates and step.rates and one.rates[0] else None
-            return Difference("learning-rate", number, place, "the learning rate", how, ratio)
+            return Difference("learning-rate", number, place, "the learning rate", how)
     found.compared["learning rates"] += len(one.rates)
     samples = _of_samples(one, several, found, alone)
     if apart := _of_weights(number, place, [each.begun for each in several], one.begun, ", before"):
