@@ -6,7 +6,7 @@
 #     what has passed. ROWS=slurm,mpi is two of them; WORDS=--due is those that a change makes due.
 # make gpu-report: what there is to show on a GPU, with the torch that is installed where PYTHON is: tests marked gpu,
 #     README's program, an example. Without a GPU it is dry: pretended devices, and the CPU. See docs/guides/accelerators.md.
-# make prove: every loop of the tests is proven, right ones and planted mistakes, and the examples; minutes
+# make prove: every loop of the tests is proven, right ones and planted mistakes, and the programs of pages and examples; minutes
 # make corpus: programs as users wrote them at one commit, on two ranks: what gives something else now? ONLY=docs/howto
 #     runs some. Not part of CI.
 # make test-versions: tests with each torch and Python of noxfile.py, in environments that are removed afterwards; takes

@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
@@ -80,9 +80,7 @@ class Distributed(Protocol[P, R, Value_co]):
     def options(self, **options: Any) -> Any:
         """Return the same function with other options, for one call: ``train.options(nprocs=4)(…)``."""
 
-    def prove(
-        self, *, ranks: Sequence[int] = (2, 3, 4), steps: int = 12, batch: int | None = None
-    ) -> Callable[P, Proof]:
+    def prove(self, **options: Any) -> Callable[P, Proof]:
         """Return a function that proves a call of this one: ``train.prove()(…)``; see `distwrap.testing.prove`."""
 
     @overload
@@ -174,13 +172,11 @@ class DistributedFunction(DecoratedFunction):
             )
         return DistributedFunction(self.__wrapped__, *self._self_updated(options))
 
-    def prove(
-        self, *, ranks: Sequence[int] = (2, 3, 4), steps: int = 12, batch: int | None = None
-    ) -> Callable[..., Proof]:
+    def prove(self, **options: Any) -> Callable[..., Proof]:
         """Return a function that proves a call of this one: ``train.prove()(…)``; see `distwrap.testing.prove`."""
         # By its name: it is above all that a decorated function needs.
         prove = importlib.import_module("distwrap.testing").prove
-        return functools.partial(prove, self, ranks=ranks, steps=steps, batch=batch)
+        return functools.partial(prove, self, **options)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), "options", "prove"]

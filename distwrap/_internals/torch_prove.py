@@ -1,4 +1,4 @@
-"""Functions of torch by which a proof sees each backward, and gives loaders their batches.
+"""Functions of torch by which a proof sees forwards, backwards and epochs, without dropout, and gives loaders batches.
 
 All were seen in versions 2.6 to 2.15.
 """
@@ -11,9 +11,72 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from distwrap._internals.torch_simulation import replaced
+
+_DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+
+
+@contextmanager
+def hooked_forward(begins: Callable[[nn.Module, Any], Any]) -> Iterator[None]:
+    """Call a function with each module and its ``(args, kwargs)``, in whose place it returns what the module gets.
+
+    torch's hook for all modules is not given what is passed by name.
+
+    Relies on ``torch.nn:Module.__call__``.
+    Without it: no samples are seen.
+    """
+    real = nn.Module.__call__
+
+    @wraps(real)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = begins(self, (args, kwargs))
+        return real(self, *args, **kwargs)
+
+    with replaced([(nn.Module, "__call__", call)]):
+        yield
+
+
+@contextmanager
+def without_dropout(left_out: Callable[[], None]) -> Iterator[None]:
+    """Let dropout on the CPU change nothing within a ``with``: that of layers, functions, attention and RNNs.
+
+    Relies on ``torch.library:Library.impl``, ``torch.library:Library._destroy``.
+    Without it: loops with dropout are not comparable.
+
+    Args:
+        left_out: called where some would have been.
+    """
+    library_of: Any = torch.library.Library
+    library = library_of("aten", "IMPL")
+
+    def keep(values: Tensor, p: float, train: bool) -> Tensor:
+        if p and train:
+            left_out()
+        return values
+
+    for name in _DROPOUT:
+        for key in ("CPU", "AutogradCPU"):  # with and without inference_mode
+            library.impl(name, keep, key)
+            library.impl(f"{name}_", keep, key)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def hooked_epochs(watched: Callable[[object, Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
+    """Give each loader's iterators to a function, which returns what the loop gets, within a ``with``.
+
+    Relies on ``torch.utils.data:DataLoader.__iter__``.
+    Without it: no end of an epoch is known.
+    """
+    real = DataLoader.__iter__
+    with replaced([(DataLoader, "__iter__", lambda loader: watched(loader, real(loader)))]):
+        yield
 
 
 @contextmanager
@@ -36,7 +99,7 @@ def hooked_backward(ended: Callable[[list[float]], None]) -> Iterator[None]:
 
 
 @contextmanager
-def batches_of(size: Callable[[int], int], ranks: int) -> Iterator[None]:
+def batches_of(size: Callable[[int], int], ranks: int, most: int = 0) -> Iterator[None]:
     """Give each loader that is made within a ``with`` another batch size, and data that divide evenly among the ranks.
 
     What is left over after whole batches of all ranks is left out: a loader that shuffles drops it, and one in order
@@ -48,6 +111,7 @@ def batches_of(size: Callable[[int], int], ranks: int) -> Iterator[None]:
     Args:
         size: returns the size on a rank for the one that the loop has said.
         ranks: that share the data of a loader which has no sampler; 0 where each loader is left with its data.
+        most: number of batches of all ranks after which data are cut off, where they can be; 0 where they are not.
     """
     real = DataLoader.__init__
 
@@ -58,6 +122,12 @@ def batches_of(size: Callable[[int], int], ranks: int) -> Iterator[None]:
         if batch_size is not None and kw.get("batch_sampler") is None and not any(args[:1]):
             batch_size = size(batch_size)
             whole = batch_size * ranks
+            if most and isinstance(sampler, DistributedSampler):
+                samples = range(min(len(dataset), batch_size * sampler.num_replicas * most))
+                options = {name: getattr(sampler, name) for name in ("rank", "shuffle", "seed", "drop_last")}
+                sampler.__init__(Subset(dataset, samples), sampler.num_replicas, **options)  # type: ignore[misc]
+            elif most and whole and sampler is None and not isinstance(dataset, IterableDataset):
+                dataset = Subset(dataset, range(min(len(dataset), whole * most)))
             if whole and not isinstance(dataset, IterableDataset) and len(dataset) > whole:
                 # Which loaders draw from in one process, and not on ranks: the loop's own numbers are to be alike.
                 kw.setdefault("generator", torch.Generator().manual_seed(0))

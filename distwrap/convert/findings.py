@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from distwrap.prove.catalogue import is_ignored
+
 Outcome = Literal["done", "left", "unsure"]
 
-_IGNORE = re.compile(r"#\s*distwrap:\s*ignore\b")
+# Ids of the catalogue of mistakes.
+_MISTAKES = {
+    "sum": "DW102",
+    "module": "DW104",
+    "not-sharded": "DW201",
+    "repeated": "DW201",
+    "own-sum": "DW204",
+    "own-share": "DW204",
+    "whole-sum": "DW204",
+    "early-length": "DW301",
+    "branch": "DW302",
+    "closure": "DW401",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -41,7 +54,8 @@ class Finding:
                 ranks draw apart
                 write: seed=0
         """
-        lines = [f"{name}:{self.line}: {self.rule}: {self.seen}", f"    {self.why}"]
+        known = f" ({_MISTAKES[self.rule]})" if self.rule in _MISTAKES else ""
+        lines = [f"{name}:{self.line}: {self.rule}{known}: {self.seen}", f"    {self.why}"]
         return "\n".join([*lines, f"    write: {self.fix}"] if self.fix else lines)
 
 
@@ -52,13 +66,13 @@ class Notes:
         self._lines = text.splitlines()
         self._found: dict[Finding, None] = {}
 
-    def ignored(self, line: int) -> bool:
-        """Return whether a line has the comment that ignores it."""
-        return 0 < line <= len(self._lines) and _IGNORE.search(self._lines[line - 1]) is not None
+    def ignored(self, line: int, rule: str = "") -> bool:
+        """Return whether a line has the comment that ignores it, or what a rule finds there."""
+        return 0 < line <= len(self._lines) and is_ignored(self._lines[line - 1], _MISTAKES.get(rule, ""))
 
     def add(self, line: int, rule: str, why: str, fix: str = "", outcome: Outcome = "left") -> None:
         """Add a finding at a line."""
-        if not self.ignored(line):
+        if not self.ignored(line, rule):
             seen = self._lines[line - 1].strip() if 0 < line <= len(self._lines) else ""
             self._found[Finding(line, rule, seen, why, fix, outcome)] = None
 

@@ -129,6 +129,6 @@ def _in_words(kind: str, rank: int, other: int, world_size: int) -> str:
     return (
         f"rank {rank}: the weights of {kind}, which wrap_model() has not wrapped, have changed, and differ "
         f"from those of rank {other}: no optimizer holds them, so the loop updates them by hand, and each "
-        f"of the {world_size} ranks trains a {kind} of its own. Write model = wrap_model(model) before the "
+        f"of the {world_size} ranks trains a {kind} of its own (DW104). Write model = wrap_model(model) before the "
         "loop, and train what it returns. If each rank is to have its own, say model = local_model(model)."
     )

@@ -33,8 +33,9 @@ def skipped(model: nn.Module, method: str) -> str:
     place = current_world().placement
     return (
         f"rank {place.rank}: this backward's gradients are not averaged with the other ranks'{culprit}, so that every "
-        f"rank would train a model of its own. Call the model, or its method, through what wrap_model() returned, "
-        f"once for each backward; two losses of one forward belong into one backward: (a + b).backward()."
+        f"rank would train a model of its own (DW104). Call the model, or its method, through what "
+        f"wrap_model() returned, once for each backward; two losses of one forward belong into one backward: "
+        f"(a + b).backward()."
     )
 
 
@@ -42,8 +43,8 @@ def flipped(model: nn.Module) -> str:
     """Return the message that ``no_sync()`` covered a forward but not its backward."""
     return (
         f"rank {current_world().placement.rank}: the forward of {type(unwrap_model(model)).__name__} was in no_sync(), "
-        f"but its backward is not. DDP decides in the forward, so these gradients are not averaged. Put both inside, "
-        f"or loop over distwrap.accumulate(loader, steps, model)."
+        f"but its backward is not. DDP decides in the forward, so these gradients are not averaged (DW104). Put both "
+        f"inside, or loop over distwrap.accumulate(loader, steps, model)."
     )
 
 

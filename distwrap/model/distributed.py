@@ -358,6 +358,6 @@ def _refuse_change(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor])
             raise ModelError(
                 f"this would turn the parameter {name!r} from {dtype} on {device} into {after.dtype} on "
                 f"{after.device} after wrap_model(): DDP would go on with the old tensors, and each rank would "
-                "train a model of its own. Do it before wrap_model(), which puts the model on this rank's "
+                "train a model of its own (DW104). Do it before wrap_model(), which puts the model on this rank's "
                 "device; save() and load() need no .cpu()."
             )

@@ -10,12 +10,12 @@ from distwrap.live_objects import instances
 from distwrap.model.unwrapped import model_of
 
 SKIPPED = (
-    "Either one of these ranks took a step with this optimizer that the other did not: every rank must take each step, "
-    "so let no branch around optimizer.step() depend on numbers of one rank; decide by distwrap.mean(loss), or by "
-    "distwrap.agree(flag). Or the optimizers of these ranks have other groups of parameters."
+    "Either one of these ranks took a step with this optimizer that the other did not (DW302): every rank must take "
+    "each step, so let no branch around optimizer.step() depend on numbers of one rank; decide by distwrap.mean(loss), "
+    "or by distwrap.agree(flag). Or the optimizers of these ranks have other groups of parameters."
 )
 SCHEDULED = (
-    "A scheduler that looks at a metric must see the same number on every rank, as in "
+    "A scheduler that looks at a metric must see the same number on every rank (DW301), as in "
     "scheduler.step(distwrap.mean(loss, count)), and every rank must step its schedulers equally often."
 )
 
@@ -44,8 +44,8 @@ def _in_words(name: str, kind: str, shape: tuple[int, ...]) -> str:
         return f"That tensor, of shape {shape}, is in no module: make it a parameter of the model before wrap_model()."
     return (
         f"That tensor is {name!r} of {kind}, of shape {shape}, and wrap_model() has not wrapped this {kind}, so that "
-        "its gradients are not averaged: wrap it too before the loop, as in head = wrap_model(head), and train what "
-        "it returns."
+        "its gradients are not averaged (DW104): wrap it too before the loop, as in head = wrap_model(head), and train "
+        "what it returns."
     )
 
 

@@ -87,7 +87,7 @@ class Gradients:
                 raise ModelError(
                     f"the parameter {self._names[id(parameter)]!r} has been moved, or has changed its type, "
                     "since wrap_model(), so that DDP no longer averages its gradient, and each rank would "
-                    "train a model of its own. Move the model before wrap_model(), or wrap again: model = "
+                    "train a model of its own (DW104). Move the model before wrap_model(), or wrap again: model = "
                     "wrap_model(unwrap_model(model))."
                 )
 

@@ -80,7 +80,7 @@ class Optimizers(RunPart):
                 raise ModelError(
                     f"rank {self._rank}: the parameter {name!r} was added to {type(net).__name__} after "
                     "wrap_model(), so that DDP does not average its gradient, and it would differ between the "
-                    "ranks. Change the model before wrap_model(), or wrap again: model = "
+                    "ranks (DW104). Change the model before wrap_model(), or wrap again: model = "
                     "wrap_model(unwrap_model(model))."
                 )
 

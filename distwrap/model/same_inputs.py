@@ -141,7 +141,7 @@ class InputsWatch:
         seen = (
             f"rank {self._rank}: {kind} has got the same inputs on all {size} ranks, batch after "
             f"batch{self._place and f', at {self._place}'}: {size} ranks do the same work, and the model "
-            "learns nothing from the other samples."
+            "learns nothing from the other samples (DW201)."
         )
         if loop := _plain_loop():
             way = f"The loop at {loop} iterates over a DataLoader that is not sharded: give it shard_loader(loader)."

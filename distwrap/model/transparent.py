@@ -100,7 +100,7 @@ class TransparentModule(nn.Module):
         if isinstance(self, nn.parallel.DistributedDataParallel) and (kwargs.get("assign") or True in args[1:2]):
             raise ModelError(
                 "load_state_dict(assign=True) on a wrapped model would replace the parameters whose gradients "
-                "DDP averages, and each rank would train a model of its own. Load before wrap_model(), or "
+                "DDP averages, and each rank would train a model of its own (DW104). Load before wrap_model(), or "
                 "leave assign out."
             )
         given = state_dict if isinstance(state_dict, dict) else dict(state_dict)  # its _metadata must come along

@@ -128,7 +128,7 @@ class Unwrapped(RunPart):
             f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} {when} {kind}, "
             "which wrap_model() has not "
             f"wrapped{'' if unlike is None else f', and rank {unlike} has other gradients'}: each of the "
-            f"{place.world_size} ranks would train a {kind} of its own. Write model = wrap_model(model) before "
+            f"{place.world_size} ranks would train a {kind} of its own (DW104). Write model = wrap_model(model) before "
             "the loop, in the function that the ranks run, and train what it returns. If each rank is meant to "
             "have its own, as a probe or a player, say model = local_model(model)."
         )

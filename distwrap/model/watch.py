@@ -117,15 +117,15 @@ class Watch:
             cause = own
         elif position.event == "by hand" or not self.averages:
             cause = (
-                "Weights that are updated by hand, from autograd.grad or func.grad or in a hook, go past DDP: average "
-                "each gradient before, by distwrap.reduce(gradient, 'mean')."
+                "Weights that are updated by hand, from autograd.grad or func.grad or in a hook, go past DDP (DW104): "
+                "average each gradient before, by distwrap.reduce(gradient, 'mean')."
             )
         else:
             cause = (
                 "All ranks must start with the same weights (wrap_model() sees to it), average the gradients "
                 "of everything that they train (parameters outside of a wrapped model, or added to it "
-                "later, are not averaged), and take the same steps with the same learning rate (a scheduler that looks "
-                "at a metric needs that of all ranks: scheduler.step(distwrap.mean(loss, count)))."
+                "later, are not averaged), and take the same steps with the same learning rate (DW401). A scheduler "
+                "that looks at a metric needs that of all ranks: scheduler.step(distwrap.mean(loss, count))."
             )
         return (
             f"rank {self._rank}: {position.in_words(self.unit)} the ranks do not hold the same weights of "

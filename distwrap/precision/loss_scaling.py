@@ -181,8 +181,8 @@ class LossScaling(RunPart):
                 raise PrecisionError(
                     f"rank {self._world.placement.rank}: the gradients were changed between backward(loss) "
                     f"and optimizer_step() under precision='fp16' (that of {name!r}, for example), where they "
-                    "are still scaled: clipping would reduce them to almost nothing. Use "
-                    "optimizer_step(optimizer, max_norm=...), or call distwrap.unscale(optimizer) before you "
+                    "are still scaled: clipping would reduce them to almost nothing (DW105). "
+                    "Use optimizer_step(optimizer, max_norm=...), or call distwrap.unscale(optimizer) before you "
                     "touch them."
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -76,7 +77,7 @@ CATALOGUE = (
         "DW204",
         "number-of-a-part",
         "a number that is printed or returned is of one rank's part, or adds up what a mean should weigh",
-        "distwrap.mean(value, count) is the mean over all ranks' samples",
+        "take distwrap.mean(value, count), the mean over all ranks' samples",
     ),
     Mistake(
         "DW301",
@@ -100,8 +101,28 @@ CATALOGUE = (
         "DW402",
         "batch-statistics",
         "layers normalize by the statistics of the rank's part of the batch",
-        "wrap_model(model, sync_batchnorm=True) takes those of the whole batch, on accelerators; or use GroupNorm",
+        "say wrap_model(model, sync_batchnorm=True), which takes those of the whole batch, on accelerators; or use "
+        "GroupNorm",
+    ),
+    Mistake(
+        "DW403",
+        "state-lost",
+        "what goes on from a checkpoint is not what was cut off",
+        "save and resume everything that changes: model, optimizer, scheduler, loader, and numbers of the loop's own",
     ),
     Mistake("DW501", "failed", "the loop fails on several ranks, and not in one process", "see the error"),
 )
 BY_NAME = {mistake.name: mistake for mistake in CATALOGUE}
+
+
+def is_ignored(line: str, mistake: str = "") -> bool:
+    """Return whether a comment on a line of code ignores all findings, or those with an id.
+
+    Example:
+        >>> [is_ignored("f()  # distwrap: ignore[DW101, DW204]", each) for each in ("DW204", "DW103", "")]
+        [True, False, False]
+        >>> is_ignored("f()  # distwrap: ignore", "DW103")
+        True
+    """
+    found = re.search(r"#\s*distwrap:\s*ignore\b(?:\[([^]]*)\])?", line)
+    return found is not None and (found[1] is None or mistake in re.split(r"[\s,]+", found[1]))

@@ -11,7 +11,14 @@ from distwrap.prove.world import Program
 
 
 def prove(
-    fn: Callable[..., Any], *args: Any, ranks: Sequence[int] = (2, 3, 4), steps: int = 12, batch: int | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: Sequence[int] = (2, 3, 4),
+    steps: int = 12,
+    batch: int | None = None,
+    epochs: int = 0,
+    resume: bool = False,
+    real: bool = False,
 ) -> Proof:
     """Prove that a loop computes on several simulated ranks what it computes in one process.
 
@@ -21,6 +28,10 @@ def prove(
         ranks: numbers of ranks to compare with one process.
         steps: of optimizers, after which a rank has been seen enough.
         batch: size of the batch of all ranks together, which all numbers of ranks divide.
+        epochs: in the place of steps: so many epochs, of ``steps`` batches at most.
+        resume: whether it stops after its steps on the first number of ranks, goes on with the second from what it
+            has saved in its folder, and is compared from there on.
+        real: whether the ranks are processes, rather than simulated.
 
     Returns:
         The proof, which says what was compared.
@@ -40,7 +51,8 @@ def prove(
         >>> prove(train, ranks=[2]).verdict
         'equal'
     """
-    proof = proven(Program(function=fn, arguments=args), ranks=ranks, steps=steps, batch=batch)
-    if proof.verdict != "equal":
+    program = Program(function=fn, arguments=args, real=real, steps=steps, epochs=epochs, batch=batch)
+    proof = proven(program, ranks=ranks, resume=resume)
+    if proof.exit_code:
         raise ProofError(str(proof))
     return proof

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from distwrap.prove.catalogue import BY_NAME, CATALOGUE, is_ignored
 from distwrap.prove.observer import Seen, Step
 from distwrap.prove.world import World
 from distwrap.wording import named_ranks
@@ -31,6 +32,7 @@ class Difference:
         how: in words.
         ratio: to one process, where it is one number for all of them.
         size: of the difference of tensors, as a share of the larger one; 1 where it is of no tensors.
+        is_ignored: whether a comment on the line says so.
     """
 
     mistake: str = ""
@@ -40,6 +42,7 @@ class Difference:
     how: str = ""
     ratio: float | None = None
     size: float = 1.0
+    is_ignored: bool = False
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Comparison:
         compared: how many of each kind.
         notes: what differs and is no mistake, and what was not seen.
         is_comparable: whether the ranks have trained on the data of one process.
+        resumed: number of ranks of the world that the second has gone on from; 0 where there is none.
     """
 
     ranks: int
@@ -61,45 +65,81 @@ class Comparison:
     compared: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     is_comparable: bool = True
+    resumed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The number of ranks, in words."""
+        return f"{self.resumed} and then {self.ranks} ranks" if self.resumed else f"{self.ranks} ranks"
 
 
-def compare(one: World, several: World) -> Comparison:
-    """Compare a world of several ranks with that of one process."""
-    found = Comparison(several.size.ranks)
+def compare(one: World, several: World, resumed: int = 0) -> Comparison:
+    """Compare a world of several ranks with that of one process.
+
+    Args:
+        one: of one process, which was not interrupted.
+        several: of several ranks.
+        resumed: number of ranks of the world from whose checkpoint these go on; 0 where they begin anew.
+    """
+    found = Comparison(several.size.ranks, resumed=resumed)
+    _compare(one, several, found)
+    difference = found.difference
+    if resumed and difference.mistake not in ("", "failed"):
+        difference.mistake, difference.size = "state-lost", 0.0
+    comments = {
+        place: line for seen in (*one.seen.values(), *several.seen.values()) for place, line in seen.comments.items()
+    }
+    known = BY_NAME.get(difference.mistake)
+    difference.is_ignored = known is not None and is_ignored(comments.get(difference.place, ""), known.id)
+    return found
+
+
+def _compare(one: World, several: World, found: Comparison) -> None:
     ranks = [several.seen.get(rank, Seen()) for rank in range(several.size.ranks)]
-    alone = one.seen.get(0, Seen())
-    for number, step in enumerate(alone.steps):
-        theirs = [seen.steps[number] for seen in ranks if number < len(seen.steps)]
+    alone, start = one.seen.get(0, Seen()), 0
+    if found.resumed:
+        begun = [seen.steps[0].begun for seen in ranks if seen.steps]
+        starts = [step for step, each in enumerate(alone.steps) if begun and not _of_tensors(begun, each.begun, step)]
+        start = max(starts[:1], default=0)
+        found.is_comparable = start > 0
+        if begun and not starts:
+            found.difference = Difference("state-lost", what="the weights, which one process has in no step")
+            return
+        if not start:
+            found.notes.append(f"{found.name} did not go on from a step: did the loop save, and resume?")
+            return
+    for number, step in enumerate(alone.steps[start:], start):
+        theirs = [seen.steps[number - start] for seen in ranks if number - start < len(seen.steps)]
         if len(theirs) < len(ranks) or (several.error and not all(each.weights for each in theirs)):
             break
         found.difference = _of_step(number + 1, step, theirs, found, alone)
         size = sum(step.samples.values())
         is_short = size % len(ranks) and size < max(sum(each.samples.values()) for each in alone.steps)
         if is_short and found.difference.mistake == "uneven-mean":
-            found.notes.append(
-                f"a last batch of {size} samples has uneven parts, and nothing was compared from there on"
-            )
+            found.notes.append(f"a last batch of {size} samples has uneven parts, from where nothing was compared")
             found.difference = Difference()
-            return found
+            return
         if found.difference.mistake:
-            return found
+            return
         if not found.is_comparable:
             found.notes.append(
                 f"in step {number + 1} the ranks train on data, or draw random numbers, that one process never sees: "
                 "from there on nothing can be compared"
             )
-            return found
+            return
         found.steps += 1
     counts = {len(seen.steps) for seen in ranks} | {len(alone.steps)}
     if several.error and (counts != {len(alone.steps)} or not one.error):
-        found.difference = Difference("failed", found.steps + 1, how=several.error)
+        named = [each.name for each in CATALOGUE if f"({each.id})" in several.error]
+        found.difference = Difference((*named, "failed")[0], found.steps + 1, how=several.error)
+    elif found.resumed:
+        return
     elif len(counts) > 1:
         made = ", ".join(f"{len(seen.steps)} on rank {rank}" for rank, seen in enumerate(ranks))
         place = alone.steps[0].place if alone.steps else ""
         found.difference = Difference("steps", 0, place, "steps", f"{len(alone.steps)} in one process, {made}")
     else:
         found.difference = _of_numbers(alone, ranks, found)
-    return found
 
 
 def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference:
@@ -107,8 +147,7 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     for rank, step in enumerate(several):
         if not _are_the_same(step.rates, one.rates):
             how = f"{step.rates} on rank {rank}, {one.rates} in one process"
-            ratio = step.rates[0] / one.rates[0] if one.rates and step.rates and one.rates[0] else None
-            return Difference("learning-rate", number, place, "the learning rate", how, ratio)
+            return Difference("learning-rate", number, place, "the learning rate", how)
     found.compared["learning rates"] += len(one.rates)
     samples = _of_samples(one, several, found, alone)
     if apart := _of_weights(number, place, [each.begun for each in several], one.begun, ", before"):
@@ -283,7 +322,9 @@ def _of_numbers(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference
         found.compared["returned numbers"] += len(alone.returned)
     theirs = [(seen.printed, rank) for rank, seen in enumerate(ranks) if seen.printed]
     if theirs and [len(numbers) for *_, numbers in theirs[0][0]] == [len(numbers) for *_, numbers in alone.printed]:
-        for (place, mine), (_, numbers) in zip(alone.printed, theirs[0][0], strict=True):
+        for (place, mine), (_, printed) in zip(alone.printed, theirs[0][0], strict=True):
+            # A loop may print its number of ranks.
+            numbers = [b if (a, b) == (len(ranks), 1) else a for a, b in zip(printed, mine, strict=True)]
             if not _near(mine, numbers, found.steps):
                 how = _numbers(numbers, mine, theirs[0][1])
                 return Difference("number-of-a-part", 0, place, "what was printed", how)

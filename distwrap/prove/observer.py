@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import linecache
+import math
 import re
 import sys
 import zlib
@@ -9,22 +12,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distwrap._internals.torch_prove import hooked_backward
+from distwrap._internals.torch_prove import hooked_backward, hooked_epochs, hooked_forward, without_dropout
+from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.places import place
 from distwrap.supervision import stacks
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -68,27 +70,34 @@ class Seen:
     Attributes:
         steps: of its optimizers, in order.
         printed: numbers that it has printed, by the line of the user's.
-        random: names of modules that draw random numbers in training.
+        switched_off: what was not done: dropout on some lines, and approximate exchanges.
         statistics: names of modules that normalize by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
         returned: numbers in what its function has returned.
         has_ended: whether it has come to the end of the script.
+        comments: to distwrap, on lines of the user's that are named here.
     """
 
     steps: list[Step] = field(default_factory=list)
     printed: list[tuple[str, list[float]]] = field(default_factory=list)
-    random: list[str] = field(default_factory=list)
+    switched_off: set[str] = field(default_factory=set)
     statistics: list[str] = field(default_factory=list)
     evaluations: int = 0
     returned: list[float] | None = None
     has_ended: bool = False
+    comments: dict[str, str] = field(default_factory=dict)
 
 
 class _Rank:
-    """Observer of one rank."""
+    """Observer of one rank.
 
-    def __init__(self) -> None:
-        self.seen = Seen()
+    Args:
+        kept: tensors of this world, by what they hold: most of them are alike on all ranks.
+    """
+
+    def __init__(self, kept: dict[bytes, Tensor]) -> None:
+        self.seen, self._kept = Seen(), kept
+        self.epochs = Counter[object]()  # of each loader that was trained with
         self.roots: dict[int, nn.Module] = {}
         self.inner = set[int]()
         self.names: dict[int, str] = {}
@@ -96,7 +105,17 @@ class _Rank:
         self.after_backward: dict[str, Tensor] = {}
         self.random: Tensor | None = None  # torch's state after the last step
 
-    def call(self, module: nn.Module, args: Any) -> None:
+    def place(self) -> str:
+        """Return the line of the user's that runs now."""
+        if (frame := stacks.users_frame()) is None:
+            return ""
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        found = place(file, line)
+        if "distwrap:" in (text := linecache.getline(file, line)):
+            self.seen.comments[found] = text
+        return found
+
+    def call(self, module: nn.Module, given: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
         if id(module) not in self.roots:
             if id(module) in self.inner:
@@ -106,9 +125,7 @@ class _Rank:
             self.seen.evaluations += not torch.is_grad_enabled()
             return
         has_weights = next(module.parameters(), None) is not None  # a loss as a module has none
-        tensors = [
-            each for each in args if has_weights and isinstance(each, Tensor) and each.dim() and not each.requires_grad
-        ]
+        tensors = [each for each in (tensors_in(given) if has_weights else ()) if each.dim() and not each.requires_grad]
         for row in range(len(tensors[0])) if tensors else ():
             own = [each[row].contiguous() for each in tensors if len(each) == len(tensors[0])]
             self.samples[zlib.crc32(b"".join(_bytes(each) for each in own))] += 1
@@ -118,9 +135,6 @@ class _Rank:
         for name, module in root.named_modules(remove_duplicate=False):
             self.inner.add(id(module))
             self.roots.pop(id(module), None)
-            if isinstance(module, _DROPOUT) and module.p:
-                self.seen.random.append(name)
-                module.p = 0.0  # in this child process: no rank draws what one process does
             if isinstance(module, _BATCH_NORM):
                 self.seen.statistics.append(name)
         self.roots[id(root)] = root
@@ -130,20 +144,20 @@ class _Rank:
 
     def end_backward(self, losses: list[float]) -> None:
         self.losses += losses
-        self.backward = _place()
+        self.backward = self.place()
         self.after_backward = {
-            name: _whole(parameter.grad)
+            name: self._copy(parameter.grad)
             for root in self.roots.values()
             for parameter in root.parameters()
             if parameter.grad is not None and (name := self.names.get(id(parameter), ""))
         }
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        step = Step(_place(), self.backward, self.losses, self.samples)
+        step = Step(self.place(), self.backward, self.losses, self.samples)
         step.draws = self.random is not None and not torch.equal(self.random, torch.get_rng_state())
         named = list(self._named(optimizer))
-        step.begun = {name: _whole(each) for name, each in named}
-        step.gradients = {name: _whole(each.grad) for name, each in named if each.grad is not None}
+        step.begun = {name: self._copy(each) for name, each in named}
+        step.gradients = {name: self._copy(each.grad) for name, each in named if each.grad is not None}
         step.after_backward = {
             name: self.after_backward[name] for name in step.gradients if name in self.after_backward
         }
@@ -153,15 +167,21 @@ class _Rank:
 
     def end_step(self, optimizer: Optimizer) -> None:
         step, self.random = self.seen.steps[-1], torch.get_rng_state()
-        step.weights = {name: _whole(each) for name, each in self._named(optimizer)}
+        step.weights = {name: self._copy(each) for name, each in self._named(optimizer)}
         for name, each in self._named(optimizer):
             state = optimizer.state.get(each, {})
             step.state[name] = [float(value.double().abs().sum()) for value in state.values() if type(value) is Tensor]
         step.buffers = {
-            name: buffer.detach().clone()
+            name: self._copy(buffer)
             for root in self.roots.values()
             for name, buffer in strip_module_prefix(dict(root.named_buffers())).items()
         }
+
+    def _copy(self, value: Any) -> Tensor:
+        """Return a copy of a tensor, which all that hold the same share."""
+        whole = _whole(value)
+        what = f"{whole.dtype} {whole.shape}".encode() + _bytes(whole.contiguous())
+        return self._kept.setdefault(hashlib.blake2b(what).digest(), whole)
 
     def _named(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         for group in optimizer.param_groups:
@@ -175,13 +195,18 @@ class Observer:
     Args:
         rank: returns the rank whose turn it is.
         steps: after how many steps a rank has been seen enough.
+        epochs: after how many epochs, in the place of steps; 0 for these.
         enough: called on a rank then; it does not return.
         double: whether models get float64 for float32.
     """
 
-    def __init__(self, rank: Callable[[], int], steps: int, enough: Callable[[], None], *, double: bool) -> None:
-        self._rank, self._limit, self._enough, self._double = rank, steps, enough, double
+    def __init__(
+        self, rank: Callable[[], int], enough: Callable[[], None], *, steps: int, epochs: int, double: bool
+    ) -> None:
+        self._rank, self._enough, self._double = rank, enough, double
+        self._steps, self._epochs = math.inf if epochs else steps, epochs or math.inf
         self.ranks: dict[int, _Rank] = {}
+        self._kept: dict[bytes, Tensor] = {}
 
     @property
     def seen(self) -> dict[int, Seen]:
@@ -190,37 +215,49 @@ class Observer:
 
     def here(self) -> _Rank:
         """Return what is known of the rank whose turn it is."""
-        return self.ranks.setdefault(self._rank(), _Rank())
+        return self.ranks.setdefault(self._rank(), _Rank(self._kept))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Take note of all that the ranks do within a ``with``."""
         handles = [
-            register_module_forward_pre_hook(cast("Callable[..., None]", self._call)),
             register_optimizer_step_pre_hook(lambda optimizer, *_: self.here().begin_step(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer)),
         ]
         out, sys.stdout = sys.stdout, _Printing(sys.stdout, self)
         try:
-            with hooked_backward(lambda losses: self.here().end_backward(losses)):
+            with (
+                hooked_forward(self._begin_forward),
+                hooked_backward(lambda losses: self.here().end_backward(losses)),
+                hooked_epochs(self._epoch),
+                without_dropout(lambda: self.here().seen.switched_off.add(f"dropout at {self.here().place()}")),
+            ):
                 yield
         finally:
             sys.stdout = out
             for handle in handles:
                 handle.remove()
 
-    def _call(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _begin_forward(self, module: nn.Module, given: Any) -> Any:
         if self._double:
-            args = tuple(
-                each.double() if isinstance(each, Tensor) and each.dtype == torch.float32 else each for each in args
-            )
-        self.here().call(module, args)
-        return args if self._double else None
+            given = map_tensors(lambda each: each.double() if each.dtype == torch.float32 else each, given)
+        self.here().call(module, given)
+        return given
+
+    def _epoch(self, loader: object, batches: Iterator[Any]) -> Iterator[Any]:
+        rank = self.here()
+        if rank.epochs[loader] >= self._epochs:
+            self._enough()
+        before = len(rank.seen.steps)
+        try:
+            yield from batches
+        finally:
+            rank.epochs[loader] += len(rank.seen.steps) > before
 
     def _end_step(self, optimizer: Optimizer) -> None:
         rank = self.here()
         rank.end_step(optimizer)
-        if len(rank.seen.steps) >= self._limit:
+        if len(rank.seen.steps) >= self._steps:
             self._enough()
 
 
@@ -232,7 +269,8 @@ class _Printing:
 
     def write(self, text: str) -> int:
         if numbers := numbers_in(text):
-            self._observer.here().seen.printed.append((_place(), numbers))
+            rank = self._observer.here()
+            rank.seen.printed.append((rank.place(), numbers))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -255,11 +293,6 @@ def numbers_in(value: Any) -> list[float]:
     if isinstance(value, dict):
         return [number for each in value.values() for number in numbers_in(each)]
     return [number for each in value for number in numbers_in(each)] if isinstance(value, (list, tuple)) else []
-
-
-def _place() -> str:
-    frame = stacks.users_frame()
-    return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _bytes(row: Tensor) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
@@ -23,7 +25,8 @@ class Proof:
     """What a proof has found.
 
     Attributes:
-        verdict: ``"equal"``, ``"differs"``, ``"not comparable"``, or ``"failed"`` where one process fails already.
+        verdict: ``"equal"``, ``"differs"``, ``"ignored"`` where a comment ignores all that differs, ``"not
+            comparable"``, or ``"failed"`` where one process fails already.
         comparisons: with each number of ranks.
         notes: what was changed, and what was not seen.
     """
@@ -39,8 +42,8 @@ class Proof:
 
     @property
     def exit_code(self) -> int:
-        """0 where all is equal, 1 where something differs, 2 where nothing could be proven."""
-        return {"equal": 0, "differs": 1}.get(self.verdict, 2)
+        """0 where all is equal or ignored, 1 where something differs, 2 where nothing could be proven."""
+        return {"equal": 0, "ignored": 0, "differs": 1}.get(self.verdict, 2)
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as JSON has it."""
@@ -53,6 +56,16 @@ class Proof:
             "notes": self.notes,
         }
 
+    def as_junit(self) -> str:
+        """Return it as JUnit's XML, with a test case for each comparison."""
+        suite = ElementTree.Element("testsuite", name="distwrap prove")
+        cases = {each.name: bool(each.difference.mistake) for each in self.comparisons} or {"one process": True}
+        for name, differs in cases.items():
+            case = ElementTree.SubElement(suite, "testcase", classname="distwrap.prove", name=name)
+            if self.exit_code == 2 or (self.exit_code == 1 and differs):
+                ElementTree.SubElement(case, "failure", message=self.verdict).text = str(self)
+        return ElementTree.tostring(suite, encoding="unicode")
+
     def __str__(self) -> str:
         lines = [f"{self.verdict}: {self._what()}"]
         wrong = [each for each in self.comparisons if each.difference.mistake]
@@ -61,13 +74,13 @@ class Proof:
             known = BY_NAME[first.mistake]
             step = f"step {first.step}, " if first.step else ""
             lines.append(f"  {step}{first.what}{f' at {first.place}' if first.place else ''}")
-            lines += [f"  on {each.ranks} ranks: {each.difference.how}" for each in wrong if each.difference.how]
+            lines += [f"  on {each.name}: {each.difference.how}" for each in wrong if each.difference.how]
             lines.append(f"  {known.id} {known.name}: {known.what}.")
             lines.append(f"  What helps: {known.rule}.")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def _what(self) -> str:
-        ranks = " and ".join(str(each.ranks) for each in self.comparisons) or "no"
+        ranks = " and ".join(each.name.removesuffix(" ranks") for each in self.comparisons) or "no"
         counts: Counter[str] = Counter()
         for each in self.comparisons:
             counts |= each.compared
@@ -76,18 +89,18 @@ class Proof:
         return f"{steps} steps in one process and on {ranks} ranks" + (f" ({kinds})" if kinds else "")
 
 
-def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), steps: int = 12, batch: int | None = None) -> Proof:
-    """Run the first steps of a program in one process and on several simulated ranks, and compare them.
+def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume: bool = False) -> Proof:
+    """Run the first steps of a program in one process and on several ranks, and compare them.
 
     Args:
         program: what is proven.
         ranks: numbers of ranks.
-        steps: of optimizers, after which a rank has been seen enough.
-        batch: size of the batch of all ranks together, which all numbers of ranks divide.
+        resume: whether the second of them goes on from what the first has saved, and is compared alone.
 
     Raises:
         OptionError: a number of ranks does not divide the batch, or is below 2.
     """
+    batch = program.batch
     for number in ranks:
         if number < 2 or (batch or 12) % number:
             raise OptionError(
@@ -96,44 +109,52 @@ def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), steps: int = 12
             )
     import_before_group()
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports for two seconds what every world needs
-    proof = _proof(program, ranks, steps, batch)
+    proof = _proof(program, ranks, resume)
     wrong = [each.difference for each in proof.comparisons if each.difference.mistake]
     if wrong and not program.double and all(each.size < _ROUNDING for each in wrong):
-        exact = _proof(replace(program, double=True), ranks, steps, batch)
-        if exact.verdict == "equal":
+        exact = _proof(replace(program, double=True), ranks, resume)
+        if exact.verdict != "failed":
             exact.notes.append("in float64: in the loop's own type the rounding of a step grows in the next ones")
             return exact
     return proof
 
 
-def _proof(program: Program, ranks: Sequence[int], steps: int, batch: int | None) -> Proof:
-    by_hand = not program.is_decorated
-    one = run(program, Size(1, batch=batch), steps) if not by_hand else None
-    if one is not None and one.error:
-        return Proof("failed", [], [f"in one process it fails: {one.error}"])
-    comparisons = []
-    for number in ranks if not by_hand else [each for each in ranks if each != 3]:
-        alone = one or run(program, Size(1, times=number), steps)
-        if alone.error:
-            return Proof("failed", [], [f"in one process it fails: {alone.error}"])
-        comparisons.append(compare(alone, run(program, Size(number, times=int(by_hand), batch=batch), steps)))
-    notes = _notes(one, batch) + sorted({note for each in comparisons for note in each.notes})
-    differs = any(each.difference.mistake for each in comparisons)
+def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
+    by_hand = int(not program.is_decorated)
+    one, comparisons = World(Size(0)), list[Comparison]()
+    for number in ranks[:1] if resume else [each for each in ranks if each != 3] if by_hand else ranks:
+        if by_hand or not comparisons:
+            twice = replace(program, steps=program.steps * (1 if program.epochs else 2), epochs=program.epochs * 2)
+            one = run(twice if resume else program, Size(1, times=number * by_hand))
+        if one.error:
+            return Proof("failed", [], [f"in one process it fails: {one.error}"])
+        with tempfile.TemporaryDirectory(prefix="distwrap-prove-") as folder:
+            several = run(program, Size(number, times=by_hand), folder)
+            if resume:  # by hand its batch is of one rank, and grows with them
+                several = run(program, Size(number if by_hand else ranks[:2][-1], times=by_hand), folder)
+        comparisons.append(compare(one, several, number if resume else 0))
+        if not (by_hand or program.batch or several.error) and several.sizes - one.sizes:
+            comparisons[-1] = Comparison(number, is_comparable=False)
+            comparisons[-1].notes.append("the loop's batch size depends on the number of ranks: say --batch")
+    notes = _notes(program, one) + sorted({note for each in comparisons for note in each.notes})
+    wrong = [each.difference for each in comparisons if each.difference.mistake]
     seen = sum(each.compared["gradients"] + each.compared["returned numbers"] for each in comparisons)
-    can_tell = seen and all(each.is_comparable for each in comparisons)
-    return Proof("differs" if differs else "equal" if can_tell else "not comparable", comparisons, notes)
+    verdict = "equal" if seen and all(each.is_comparable for each in comparisons) else "not comparable"
+    if wrong:
+        verdict = "ignored" if all(each.is_ignored for each in wrong) else "differs"
+    return Proof(verdict, comparisons, notes)
 
 
-def _notes(one: World | None, batch: int | None) -> list[str]:
-    if one is None:
+def _notes(program: Program, one: World) -> list[str]:
+    if one.size.times:
         return []
     notes, seen = [], one.seen.get(0)
-    if changed := [size for size in one.sizes if (batch or common_batch(size)) != size]:
-        sizes = ", ".join(f"{size} is {batch or common_batch(size)}" for size in changed)
+    if changed := [size for size in sorted(one.sizes) if (program.batch or common_batch(size)) != size]:
+        sizes = ", ".join(f"{size} is {program.batch or common_batch(size)}" for size in changed)
         notes.append(f"the batch of all ranks together is one that 2, 3 and 4 divide: {sizes}")
     if seen is not None:
-        if seen.random:
-            notes.append(f"random layers were switched off: {', '.join(seen.random[:3])}")
+        if seen.switched_off:
+            notes.append(f"switched off: {', '.join(sorted(seen.switched_off)[:3])}")
         if not seen.evaluations:
             notes.append("no evaluation was seen")
         if not seen.has_ended:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-import re
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,12 +24,18 @@ from torch.utils.data import DataLoader, RandomSampler
 from distwrap import data, simulated
 from distwrap._internals.torch_prove import batches_of
 from distwrap._internals.torch_simulation import replaced
+from distwrap.comm.allreduce import AllReduce
 from distwrap.data import loader as loaders
+from distwrap.data.loader import shard_loader
 from distwrap.data.sharded import innermost
+from distwrap.decorator import distributed
+from distwrap.environments import torchrun
 from distwrap.errors import LaunchError
+from distwrap.launch.worker import tie_to_parent
 from distwrap.network.waiting import wait_until
 from distwrap.prove.observer import Observer, Seen, numbers_in
-from distwrap.testing import simulate
+from distwrap.strategies.base import Wrapping
+from distwrap.strategies.ddp import DDPStrategy
 from distwrap.testing.simulation.script import failure_of
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -53,16 +59,10 @@ class Size:
         ranks: how many.
         times: by how much the loop's own batch on a rank is multiplied; 0 where all ranks together take one batch
             that 2, 3 and 4 divide.
-        batch: this one; by default the one that is nearest to the loop's.
     """
 
     ranks: int
     times: int = 0
-    batch: int | None = None
-
-    def of(self, said: int) -> int:
-        """Return the batch size of one rank for what the loop has said."""
-        return said * self.times if self.times else (self.batch or common_batch(said)) // self.ranks
 
 
 def common_batch(said: int) -> int:
@@ -88,12 +88,12 @@ class World:
     size: Size
     seen: dict[int, Seen] = field(default_factory=dict)
     error: str = ""
-    sizes: list[int] = field(default_factory=list)
+    sizes: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is proven: a script, or a function.
+    """What is proven, a script or a function, and how.
 
     Attributes:
         script: its path; empty for a function.
@@ -101,6 +101,10 @@ class Program:
         function: called on each rank.
         allow_writes: whether it may change files outside of its folder, and connect to other machines.
         double: whether it computes in float64.
+        real: whether its ranks are processes, rather than simulated.
+        steps: of optimizers, after which a rank has been seen enough.
+        epochs: in the place of steps, of so many batches at most; 0 for steps.
+        batch: size of the batch of all ranks together; by default the one that is nearest to the loop's.
     """
 
     script: str = ""
@@ -108,174 +112,226 @@ class Program:
     function: Callable[..., Any] | None = None
     allow_writes: bool = False
     double: bool = False
+    real: bool = False
+    steps: int = 12
+    epochs: int = 0
+    batch: int | None = None
 
     @cached_property
     def is_decorated(self) -> bool:
         """Whether it launches its ranks itself, by distwrap."""
         if self.function is not None:
             return True
-        names = {
-            getattr(node, "attr", getattr(node, "id", ""))
-            for node in ast.walk(ast.parse(Path(self.script).read_bytes()))
-        }
-        return (
-            "distributed" in names
-            and re.search(r"^\s*(import|from) distwrap", Path(self.script).read_text(), re.M) is not None
-        )
+        nodes = list(ast.walk(ast.parse(Path(self.script).read_bytes())))
+        names = {getattr(node, "attr", getattr(node, "id", "")) for node in nodes}
+        imported = {str(getattr(node, "module", getattr(node, "name", ""))).partition(".")[0] for node in nodes}
+        return "distributed" in names and "distwrap" in imported
 
 
-def run(program: Program, size: Size, steps: int) -> World:
-    """Run a program in a world of its own, in a child of this process, and return what its ranks did.
+def run(program: Program, size: Size, folder: str | None = None) -> World:
+    """Run a program in a world of its own, in children of this process, and return what its ranks did.
+
+    Args:
+        program: what is run.
+        size: of the world.
+        folder: in which it runs; by default one that is removed after it.
 
     Raises:
-        LaunchError: the child has ended without a word, or in time; or the system has no fork.
+        LaunchError: a child has ended without a word, or none in time; or the system has no fork.
     """
     if not hasattr(os, "fork"):
         raise LaunchError("a proof runs each world in a fork of this process, which this system does not have.")
-    with tempfile.TemporaryDirectory(prefix="distwrap-prove-") as folder:
-        found = Path(folder) / "world.pt"
+    with contextlib.ExitStack() as stack:
+        place = folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="distwrap-prove-"))
+        found = [Path(place, f"world-{size.ranks}-{rank}.pt") for rank in range(size.ranks if program.real else 1)]
         sys.stdout.flush()
         sys.stderr.flush()
-        child = os.fork()
-        if child == 0:
-            try:
-                _run_here(program, size, steps, Path(folder), found)
-            except BaseException:  # noqa: BLE001 - whose caller is the parent's
-                traceback.print_exc(file=sys.__stderr__)
-            finally:
-                os._exit(1)
-        ended = status = 0
+        children = set[int]()
+        stack.callback(_end, children)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        for rank in range(len(found)):
+            child = os.fork()
+            if child == 0:
+                try:
+                    tie_to_parent()
+                    _Child(program, size, Path(place), found, rank, port).run()
+                except BaseException:  # noqa: BLE001 - whose caller is the parent's
+                    traceback.print_exc(file=sys.__stderr__)
+                finally:
+                    os._exit(1)
+            children.add(child)
+        statuses = list[int]()
 
-        def has_ended() -> bool:
-            nonlocal ended, status
-            ended, status = os.waitpid(child, os.WNOHANG)
-            return bool(ended)
+        def have_ended() -> bool:
+            for child in list(children):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    children.remove(child)
+                    statuses.append(status)
+            return not children or any(statuses)  # the others may wait for one that has failed
 
-        try:
-            wait_until(has_ended, _SECONDS)
-        finally:
-            if not ended:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-        if not ended:
+        if not wait_until(have_ended, _SECONDS):
             raise LaunchError(f"the world of {size.ranks} ranks was not done in {_SECONDS} s: look at fewer --steps.")
-        if not found.exists():
-            raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {status}).")
-        world: World = torch.load(found, weights_only=False)  # of our own process
-        return world
+        there = sorted((each for each in found if each.exists()), key=lambda each: each.stat().st_mtime_ns)
+        worlds: list[World] = [torch.load(each, weights_only=False) for each in there]  # of our own processes
+        if not worlds or (any(statuses) and not any(each.error for each in worlds)):
+            raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {statuses}).")
+        for each in worlds[1:]:
+            worlds[0].seen |= each.seen
+            worlds[0].error = worlds[0].error or each.error  # the first one
+        return worlds[0]
 
 
-def _run_here(program: Program, size: Size, steps: int, folder: Path, found: Path) -> NoReturn:
-    """Be the child process, and end it."""
-    world, said = World(size), set[int]()
-    try:
-        observer = Observer(_rank, steps, lambda: _enough(observer, size, steps, end), double=program.double)
-
-        def end() -> NoReturn:
-            world.seen, world.sizes = observer.seen, sorted(said)
-            allowed.append(str(found))
-            torch.save(world, found.with_suffix(".part"))
-            found.with_suffix(".part").replace(found)
-            os._exit(0)
-
-        allowed = _guard(folder, program.allow_writes)
-        output = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-
-        def batch(given: int) -> int:
-            said.add(given)
-            return size.of(given)
-
-        torch.set_num_threads(1)  # the parent's threads are not here after the fork
-        if program.double:
-            torch.set_default_dtype(torch.float64)
-        # CUDA does not work after a fork.
-        os.environ.update({"DISTWRAP_SIMULATE": str(size.ranks), "DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": ""})
-        with (
-            contextlib.redirect_stdout(output),
-            contextlib.redirect_stderr(output),
-            batches_of(batch, 0 if size.times else size.ranks),
-            _sharded_alike(),
-            observer.watching(),
-        ):
-            returned = _start(program, size)
-        for rank, seen in observer.seen.items():
-            seen.has_ended = True
-            if rank < len(returned):
-                seen.returned = numbers_in(returned[rank])
-    except BaseException as error:  # noqa: BLE001 - told to the parent
-        world.error = _in_words(error)
-    end()
+def _end(children: set[int]) -> None:
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
-def _start(program: Program, size: Size) -> list[Any]:
-    """Run the program, and return what the first ranks have returned, where that is known."""
-    if hasattr(program.function, "options"):  # it is decorated
-        return [program.function(*program.arguments)]  # type: ignore[misc] # of rank 0
-    if program.function is not None:
-        return simulate(program.function, size.ranks, *program.arguments)
-    with mock.patch.object(sys, "argv", [program.script, *map(str, program.arguments)]):
-        if not program.is_decorated:
-            if words := failure_of(program.script, size.ranks, list(map(str, program.arguments))):
-                raise LaunchError(words)
-        else:
-            sys.path.insert(0, str(Path(program.script).parent.resolve()))
-            try:
+class _Child:
+    """This process as a child: a world of simulated ranks, or one rank of a world of processes.
+
+    Args:
+        program: what it runs.
+        size: of its world.
+        folder: in which it runs.
+        found: the files in which the children say what they did.
+        rank: its own number.
+        port: at which ranks meet that are processes.
+    """
+
+    def __init__(self, program: Program, size: Size, folder: Path, found: list[Path], rank: int, port: int) -> None:
+        self._program, self._size, self._found, self._rank, self._port = program, size, found, rank, port
+        self._world, self._allowed, self._done = World(size), _guard(folder, program), set[int]()
+        self._observer = Observer(
+            self._rank_now, self._enough, steps=program.steps, epochs=program.epochs, double=program.double
+        )
+
+    def run(self) -> NoReturn:
+        """Run the program, and end this process."""
+        program, size = self._program, self._size
+        try:
+            output = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+            torch.set_num_threads(1)  # the parent's threads are not here after the fork
+            if program.double:
+                torch.set_default_dtype(torch.float64)
+            # CUDA does not work after a fork.
+            os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": "", **self._variables()})
+            if program.real:
+                os.dup2(output.fileno(), 2)  # native code warns when another rank stops first
+            with (
+                contextlib.redirect_stdout(output),
+                contextlib.redirect_stderr(output),
+                batches_of(self._batch, 0 if size.times else size.ranks, program.steps if program.epochs else 0),
+                self._alike(),
+                self._observer.watching(),
+            ):
+                returned = self._start()
+            self._observer.here().seen.returned = numbers_in(returned)
+            for seen in self._observer.seen.values():
+                seen.has_ended = True
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            self._world.error = _in_words(error)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        self._world.seen = self._observer.seen
+        own = self._found[self._rank]
+        self._allowed.append(str(own))
+        torch.save(self._world, own.with_suffix(".part"))
+        own.with_suffix(".part").replace(own)
+        if self._world.error:
+            os._exit(1)
+        wait_until(lambda: all(each.exists() for each in self._found), _SECONDS)  # others may need this process
+        os._exit(0)
+
+    def _alike(self) -> Any:
+        """Return a context in which ranks get the samples, and the mean of gradients, that one process has."""
+        real = DDPStrategy.prepare_model
+
+        def prepare(strategy: Any, model: Any, world: Any, wrapping: Wrapping) -> Any:
+            if (comm := wrapping.comm or strategy.comm) is not None:
+                self._observer.here().seen.switched_off.add(f"comm={type(comm).__name__}")
+                wrapping = replace(wrapping, comm=AllReduce())
+            return real(strategy, model, world, wrapping)
+
+        shards = [(owner, "shard_loader", _shard) for owner in (sys.modules["distwrap"], data, loaders)]
+        return replaced([*shards, (DDPStrategy, "prepare_model", prepare)])
+
+    def _variables(self) -> dict[str, str]:
+        if not self._program.real:
+            return {"DISTWRAP_SIMULATE": str(self._size.ranks)}
+        own, ranks = str(self._rank), str(self._size.ranks)
+        numbers = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), torchrun.AGENT: "prove"}
+
+    def _batch(self, said: int) -> int:
+        self._world.sizes.add(said)
+        return said * self._size.times or (self._program.batch or common_batch(said)) // self._size.ranks
+
+    def _rank_now(self) -> int:
+        running: Any = simulated.running
+        return self._rank if running is None else int(running.rank())
+
+    def _enough(self) -> None:
+        """Let this rank stand still after its steps, and end the world where all have made them."""
+        self._done.add(self._rank_now())
+        running: Any = simulated.running
+        if running is None or len(self._done) >= self._size.ranks:
+            self._end()
+        running.condition().wait(words="the other ranks of a proof, which has seen enough")
+
+    def _start(self) -> Any:
+        """Run the program, and return what a function has returned."""
+        program = self._program
+        if program.function is not None:
+            is_decorated = hasattr(program.function, "options")
+            function = program.function if is_decorated else distributed()(program.function)
+            return function(*program.arguments)
+        words = list(map(str, program.arguments))
+        if not program.is_decorated and not program.real:
+            if failure := failure_of(program.script, self._size.ranks, words):
+                raise LaunchError(failure)
+            return None
+        sys.path.insert(0, str(Path(program.script).parent.resolve()))
+        try:
+            with mock.patch.object(sys, "argv", [program.script, *words]):
                 runpy.run_path(program.script, run_name="__main__")
-            except SystemExit as error:
-                if error.code not in (None, 0):
-                    raise
-    return []
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+        return None
 
 
-def _rank() -> int:
-    running: Any = simulated.running
-    return 0 if running is None else int(running.rank())
+def _shard(loader: Any, **options: Any) -> Any:
+    """Shard a loader so that each step's samples are those of one process."""
+    shuffles = isinstance(loader, DataLoader) and isinstance(innermost(loader), RandomSampler)
+    if not shuffles:
+        options.pop("order", None)
+    elif options.get("order", "auto") == "auto":
+        options["order"] = "torch"
+    if shuffles and options.get("mode", "auto") == "auto":
+        options["mode"] = "drop"
+    return shard_loader(loader, **{**options, "batch_size": "per_rank"})
 
 
-def _enough(observer: Observer, size: Size, steps: int, end: Callable[[], NoReturn]) -> None:
-    """Let this rank stand still after its steps, and end the world where all have made them."""
-    if sum(len(seen.steps) >= steps for seen in observer.seen.values()) >= size.ranks or simulated.running is None:
-        end()
-    running: Any = simulated.running
-    running.condition().wait(words="the other ranks of a proof, which has seen enough")
-
-
-@contextlib.contextmanager
-def _sharded_alike() -> Any:
-    """Let loaders be sharded within a ``with`` so that each step's samples are those of one process."""
-    real = loaders.shard_loader
-
-    def shard(loader: Any, **options: Any) -> Any:
-        shuffles = isinstance(loader, DataLoader) and isinstance(innermost(loader), RandomSampler)
-        if not shuffles:
-            options.pop("order", None)
-        elif options.get("order", "auto") == "auto":
-            options["order"] = "torch"
-        if shuffles and options.get("mode", "auto") == "auto":
-            options["mode"] = "drop"
-        return real(loader, **{**options, "batch_size": "per_rank"})
-
-    with replaced([(owner, "shard_loader", shard) for owner in (sys.modules["distwrap"], data, loaders)]):
-        yield
-
-
-def _guard(folder: Path, allow_writes: bool) -> list[str]:
+def _guard(folder: Path, program: Program) -> list[str]:
     """Stop this process where it would change something outside of a folder; return where else it may write."""
     os.chdir(folder)
     tempfile.tempdir = str(folder)
     allowed = [str(folder), os.devnull, "/dev/shm", "/proc/self"]
-    if allow_writes:
+    if program.real:
+        allowed.append("('127.0.0.1'")  # where its ranks meet
+    if program.allow_writes:
         return allowed
 
     def look(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            places = args[:1] if args[2] & _WRITES and not isinstance(args[0], int) else ()
-        else:
-            places = args[_CHANGES[event]] if event in _CHANGES else ()
-        texts = [os.path.abspath(os.fsdecode(each)) if isinstance(each, _PATHS) else str(each) for each in places]
-        for text in texts:
-            if text.startswith(tuple(allowed)) or "__pycache__" in text:
-                continue
+        changes = args[2] & _WRITES if event == "open" else event in _CHANGES
+        for each in args[_CHANGES.get(event, _ONE)] if changes else ():
+            text = os.path.abspath(os.fsdecode(each)) if isinstance(each, _PATHS) else str(each)
+            if isinstance(each, int) or text.startswith(tuple(allowed)) or "__pycache__" in text:
+                continue  # an integer is a file that is open already
             raise PermissionError(
                 f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing outside of "
                 "its own folder: give the loop a relative path, or say --allow-writes."

@@ -169,7 +169,7 @@ class GradientShare:
                     raise ModelError(
                         f"rank {self.rank}: gradients were changed between the backward and the step of "
                         f"{type(optimizer).__name__} under strategy='zero2', where each rank has only a share "
-                        "of them, so that torch's clip_grad_norm_ would take another norm on each rank. Use "
+                        "of them, so that torch's clip_grad_norm_ would take another norm on each rank (DW105). Use "
                         "distwrap.optimizer_step(optimizer, max_norm=…), which clips by the norm of all "
                         "gradients, or strategy='zero1'."
                     )

@@ -237,6 +237,16 @@ def test_what_is_right_is_not_found(code: str) -> None:
     assert not list(check(Script(HEAD + code)))
 
 
+def test_ids_of_mistakes() -> None:
+    """A finding names its mistake's id, which a comment on the line can ignore; another id ignores nothing."""
+    code = f"{HEAD}for x in DataLoader(d):\n    net(x).sum().backward()\n    optimizer.step()\n"
+    (found,) = [each for each in check(Script(code)) if each.rule == "not-sharded"]
+    assert ": not-sharded (DW201): for x in" in found.text("a.py")
+    for comment, count in (("ignore[DW204]", 1), ("ignore[DW204, DW201]", 0), ("ignore", 0)):
+        ignored = code.replace("DataLoader(d):\n", f"DataLoader(d):  # distwrap: {comment}\n", 1)
+        assert len([each for each in check(Script(ignored)) if each.rule == "not-sharded"]) == count
+
+
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """0 without findings, 1 with some, 2 where a file cannot be read."""
     right, wrong, broken = tmp_path / "right.py", tmp_path / "wrong.py", tmp_path / "broken.py"

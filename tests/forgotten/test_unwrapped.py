@@ -47,7 +47,10 @@ def test_a_forgotten_wrap_model(shares: bool) -> None:
     for rank, words in enumerate(run_ranks(forgotten, 2, shares)):
         assert words.startswith(f"rank {rank}: this SGD, made at test_unwrapped.py:{line}, is about to step Net, which")
         assert f"rank {1 - rank} has other gradients" in words if shares else "other gradients" not in words
-        assert ": each of the 2 ranks would train a Net of its own. Write model = wrap_model(model) before" in words
+        assert (
+            ": each of the 2 ranks would train a Net of its own (DW104). Write model = wrap_model(model) before"
+            in words
+        )
         assert words.endswith("say model = local_model(model).")
 
 

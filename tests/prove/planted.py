@@ -334,8 +334,8 @@ PLANTED = [
     Planted(
         "sampler for one replica",
         "ddp/mingpt_trainer.py",
-        "sampler=DistributedSampler(dataset))",
-        "sampler=DistributedSampler(dataset, num_replicas=1, rank=0))",
+        "sampler=DistributedSampler(dataset)\n",
+        "sampler=DistributedSampler(dataset, num_replicas=1, rank=0)\n",
         "samples twice",
     ),
     Planted(

@@ -125,7 +125,7 @@ class Gathered:
             world.part(Windows).refuse_half(optimizer)
             raise ModelError(
                 f"rank {world.placement.rank}: {type(optimizer).__name__} is about to step with gradients of "
-                f"{self._name} that were not averaged over the ranks, as that of {first_names(left)}. Either a "
+                f"{self._name} that were not averaged over the ranks (DW104), as that of {first_names(left)}. Either a "
                 "loop over accumulate() was left in the middle of a window: call zero_grad() then. Or the loss "
                 "was not computed from what forward() returned: let forward(), or a method of the model, "
                 "return the loss."
@@ -145,7 +145,7 @@ class Gathered:
                 raise ModelError(
                     f"rank {current_world().placement.rank}: the parameter {name!r} was added to {self._name} "
                     "after wrap_model(), so that its gradient is not averaged, and it would differ between the "
-                    "ranks. Change the model before wrap_model()."
+                    "ranks (DW104). Change the model before wrap_model()."
                 )
 
 

@@ -1,0 +1,222 @@
+"""`prove`: what a loop is given, how far it runs, what it resumes, real ranks, and comments that ignore a finding."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import distwrap as dw
+from distwrap.cli import main
+from distwrap.comm import PowerSGD
+from distwrap.errors import ProofError
+from distwrap.network.waiting import wait_until
+from distwrap.prove.proof import prove as proven
+from distwrap.prove.world import Program
+from distwrap.testing import prove
+from tests.prove.planted import LOOPS
+from tests.slow import slow
+
+WHY = "a proof is four worlds"
+
+
+class Pair(NamedTuple):
+    """One batch."""
+
+    x: Tensor
+    y: Tensor
+
+
+class Pairs(Dataset[Pair]):
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Pair:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(index))
+        return Pair(x, x.sum().reshape(1))
+
+
+class Net(nn.Module):
+    """A model that drops out in each way that torch has, and takes its inputs in each way that Python has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 8, 2, dropout=0.3, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.layer = nn.Dropout(0.1)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, batch: dict[str, list[Pair]] | None = None, *, pair: Pair | None = None) -> Tensor:
+        x, y = pair or (batch or {})["pairs"][0]
+        hidden = self.rnn(x)[0]
+        attended = self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return F.mse_loss(self.head(self.layer(F.dropout(attended, 0.2, self.training)).mean(1)), y)
+
+
+def train(*, shards: bool = True, by_name: bool = True, epochs: int = 1, lost: str = "", part: bool = False) -> float:
+    torch.manual_seed(0)
+    model = dw.wrap_model(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(Pairs(), batch_size=12, shuffle=True)
+    loader = dw.shard_loader(loader) if shards else loader
+    kept = {"model": model, "optimizer": optimizer, "loader": loader}
+    kept.pop(lost, None)
+    state = dw.resume_from("last.pt", into=kept) if epochs > 1 else None
+    for epoch in range(state["epoch"] if state else 0, epochs):
+        for batch in loader:
+            loss = model(pair=batch) if by_name else model({"pairs": [batch]})
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if epochs > 1:
+            dw.save({**kept, "epoch": epoch + 1}, "last.pt")
+        with torch.no_grad():
+            evaluated = model.eval()(pair=batch).item()
+            model.train()
+        print(f"{evaluated if part else dw.mean(evaluated, len(batch.x))}")
+    return 0.0
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_inputs_in_any_nesting_and_dropout_of_any_kind(by_name: bool) -> None:
+    """Samples are known by name, and in dicts, lists and named tuples; dropout makes no right loop differ."""
+    proof = prove(lambda: train(by_name=by_name), ranks=[2])
+    assert proof.comparisons[0].compared["samples"] == 96
+    off = next(note for note in proof.notes if note.startswith("switched off: "))
+    assert (
+        off.count("dropout at test_worlds.py:") == 3
+    )  # the RNN, the attention; and the layer and the function of one line
+    with pytest.raises(ProofError, match="DW201 samples-twice"):
+        prove(lambda: train(by_name=by_name, shards=False), ranks=[2])
+
+
+def test_whole_epochs() -> None:
+    """The evaluation after an epoch is seen, of which 12 steps alone see nothing; the loop is stopped after it."""
+    proof = prove(lambda: train(epochs=5), ranks=[2], steps=3, epochs=2)
+    assert proof.comparisons[0].steps == 2 * 3
+    assert proof.comparisons[0].compared["printed numbers"] == 2
+    assert "no evaluation was seen" not in proof.notes
+    assert "the end of the loop was not seen" in proof.notes
+    prove(lambda: train(part=True), ranks=[2], steps=3)
+    with pytest.raises(ProofError, match="DW204"):
+        prove(lambda: train(part=True), ranks=[2], steps=3, epochs=1)
+
+
+def test_resuming() -> None:
+    """2 ranks stop after an epoch, and 3 go on: what they lose is named, and a loop that saves nothing is not equal."""
+    proof = prove(lambda: train(epochs=5), ranks=[2, 3], steps=3, epochs=1, resume=True)
+    assert "on 2 and then 3 ranks" in str(proof)
+    assert proof.comparisons[0].steps == 3
+    with pytest.raises(ProofError, match=r"step 4, .*\n.* on 2 and then 3 ranks: .*\n.*DW403 state-lost"):
+        prove(lambda: train(epochs=5, lost="optimizer"), ranks=[2, 3], steps=3, epochs=1, resume=True)
+    with pytest.raises(ProofError, match=r"not comparable: .*\n(.*\n)*.*did not go on from a step"):
+        prove(train, ranks=[2, 3], steps=3, resume=True)
+
+
+def test_ranks_that_are_processes() -> None:
+    assert prove(train, ranks=[2], steps=3, real=True).comparisons[0].compared["samples"] == 36
+    with pytest.raises(ProofError, match="DW201 samples-twice"):
+        prove(lambda: train(shards=False), ranks=[2], real=True)
+
+
+def proven_text(loop: str, old: str, new: str, folder: Path, *options: str) -> int:
+    text = (LOOPS / loop).read_text()
+    assert text.count(old) == 1
+    path = folder / "script.py"
+    path.write_text(text.replace(old, new))
+    return main(["prove", *options, str(path)])
+
+
+@pytest.mark.parametrize("loop", ["dw/plain.py", slow("ddp/mingpt_trainer.py", why=WHY)])
+def test_a_script_of_real_ranks(loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that torchrun would start, with distwrap and without, as a process for each rank."""
+    text = (LOOPS / loop).read_text().replace("import torch\n", "import torch\nfrom distwrap import simulated\n", 1)
+    path = tmp_path / "script.py"
+    path.write_text(text.replace("loss.backward()", "assert simulated.running is None; loss.backward()"))
+    options = ("--ranks", "2", "--steps", "3", str(path))
+    assert main(["prove", "--real", *options]) == 0, capsys.readouterr().out
+    assert main(["prove", *options]) == 2  # what the script asks is answered otherwise there
+
+
+def test_a_comment_ignores_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is reported, and does not fail; another id on the line, or the same one on another, changes nothing."""
+    wrong, junit = "            loss.backward()", tmp_path / "junit.xml"
+    for id, code, verdict in (("DW101", 0, "ignored"), ("DW102", 1, "differs")):
+        line = f"            (loss * torch.distributed.get_world_size()).backward()  # distwrap: ignore[{id}]"
+        options = ("--ranks", "2,3", "--steps", "2", "--junit", str(junit))
+        assert proven_text("dw/plain.py", wrong, line, tmp_path, *options) == code
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"{verdict}: 0 steps")
+        assert "DW101 sum-loss" in printed
+        cases = ElementTree.parse(junit).findall("testcase")
+        assert [each.get("name") for each in cases] == ["2 ranks", "3 ranks"]
+        assert [len(each) for each in cases] == [code, code]
+        assert all(failure.text.strip() == printed.strip() for each in cases for failure in each)
+
+
+ORPHANS = """
+import os, select, sys
+from pathlib import Path
+from distwrap.prove.proof import prove
+from distwrap.prove.world import Program
+
+def never_ends():
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    select.select([], [], [], 600)  # sleep() takes no time in a simulation
+
+if __name__ == "__main__":
+    prove(Program(function=never_ends, allow_writes=True), ranks=[2])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends a child with its parent")
+@pytest.mark.slow("starts an interpreter, which imports torch")
+def test_a_killed_proof_leaves_no_world(tmp_path: Path) -> None:
+    script, told = tmp_path / "script.py", tmp_path / "pid"
+    script.write_text(ORPHANS)
+    process = subprocess.Popen([sys.executable, str(script), str(told)])
+    try:
+        child = int(wait_until(lambda: told.exists() and told.read_text(), 120))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert wait_until(lambda: not is_running(child), 60)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def plain(factor: float) -> None:
+    torch.manual_seed(0)
+    model = dw.wrap_model(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for pair in dw.shard_loader(DataLoader(Pairs(), batch_size=12)):
+        loss = F.mse_loss(model(pair.x.flatten(1)), pair.y) * (factor or dw.world_size())
+        dw.backward(loss)
+        dw.optimizer_step(optimizer)
+        optimizer.zero_grad()
+
+
+STRATEGIES = {"zero1": {"strategy": "zero1"}, "fsdp": {"strategy": "fsdp"}, "powersgd": {"comm": PowerSGD(rank=1)}}
+
+
+@pytest.mark.parametrize("name", ["zero1", slow("fsdp", why=WHY), slow("powersgd", why=WHY)])
+def test_a_strategy(name: str) -> None:
+    """A right loop is equal, also where state is divided, or gradients approximate; and a mistake is named."""
+    function = dw.distributed(**STRATEGIES[name])(plain)
+    proofs = [proven(Program(function=function, arguments=[each], steps=3), ranks=[2]) for each in (1.0, 0.0)]
+    assert [each.verdict for each in proofs] == ["equal", "differs"], "\n".join(map(str, proofs))
+    assert proofs[1].mistake == "sum-loss", str(proofs[1])
