@@ -45,8 +45,9 @@ install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
 .PHONY: demo test test-slow test-all nightly prove gpu-report corpus test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
 
+# This distwrap, also where the caller's environment has another.
 demo: $(VENV)-demo/.installed
-	@$(VENV)-demo/bin/python examples/demo.py $(WORDS)
+	@PYTHONPATH="$(CURDIR)" $(VENV)-demo/bin/python examples/demo.py $(WORDS)
 
 test: $(VENV)/.installed-test
 	$(bin)/python -m pytest $(JOBS) --tier test
@@ -124,6 +125,7 @@ bench: $(VENV)/.installed-test
 	$(bin)/python benchmarks/step.py
 	$(bin)/python benchmarks/checkpoint.py
 	$(bin)/python benchmarks/faults.py
+	$(bin)/python benchmarks/mistakes.py
 	$(bin)/python benchmarks/clusters.py
 	$(bin)/python benchmarks/data.py
 	$(bin)/python benchmarks/sharded.py
