@@ -17,6 +17,7 @@ from pathlib import Path
 
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 OLDEST_TORCH = (2, 6)
+STEPS = ("Collecting", "Downloading", "Using cached", "Building", "Preparing", "Installing")  # of pip's lines
 
 
 def main():
@@ -38,8 +39,8 @@ def main():
         (packages / "torch_of_caller.pth").write_text(f"import site; site.addsitedir({there[0]!r})\n")
     elif not (packages / "torch").exists():
         install_torch(python, args.pip_words)
-    if args.editable and not install(python, [*args.pip_words, "--editable", args.editable], "distwrap"):
-        sys.exit(1)
+    if args.editable:
+        require(python, [*args.pip_words, "--editable", args.editable], "distwrap")
 
 
 def torch_of_caller():
@@ -59,36 +60,39 @@ def install_torch(python, pip_words):
     has_driver = shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()
     if sys.platform == "linux" and not has_driver:
         quick = ["--index-url", CPU_BUILDS, "--retries", "1", "--timeout", "15"]
-        if install(python, [*quick, *pip_words, "torch", "numpy"], "torch for CPUs, as no GPU is seen"):
+        if not install(python, [*quick, *pip_words, "torch", "numpy"], "torch for CPUs, as no GPU is seen"):
             return
-        print(f"pip gets none from {CPU_BUILDS}: asking its own index, whose torch may bring CUDA.", flush=True)
-    if not install(python, [*pip_words, "torch", "numpy"], "torch"):
-        sys.exit(1)
+        print(f"pip finds none at {CPU_BUILDS}.", flush=True)
+    require(python, [*pip_words, "torch", "numpy"], "torch, which may bring CUDA")
+
+
+def require(python, words, what):
+    """Install something, or end with what pip has said."""
+    said = install(python, words, what)
+    if said:
+        sys.exit(said[-1500:])
 
 
 def install(python, words, what):
-    """Run pip's install, tell on one line how it goes, and return whether it ended well."""
+    """Run pip's install and tell on one line how it goes; return what it has said where it fails, and else nothing."""
     began = told = time.monotonic()
     command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off", *words]
     on_terminal = sys.stdout.isatty()
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.NamedTemporaryFile("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         while process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
             if on_terminal or now - told > 15:
-                log.seek(0)
-                doing = (log.read().split("\n")[-2:-1] or [""])[0].strip()
-                line = f"Installing {what}: {now - began:.0f} s. {doing}"[:79]
+                lines = map(str.strip, Path(log.name).read_text().splitlines())
+                steps = [line for line in lines if line.startswith(STEPS)]
+                line = f"Installing {what}: {now - began:.0f} s. {steps[-1] if steps else ''}"[:79]
                 print(f"\r{line:<79}" if on_terminal else line, end="" if on_terminal else "\n", flush=True)
                 told = now
-        log.seek(0)
-        good = process.returncode == 0
-        line = f"{'Installed' if good else 'Could not install'} {what}: {time.monotonic() - began:.0f} s."
-        print(f"\r{line:<79}" if on_terminal else line, flush=True)
-        if not good:
-            print(log.read()[-1500:], file=sys.stderr, flush=True)
-    return good
+        said = Path(log.name).read_text() if process.returncode else ""
+    line = f"{'Could not install' if said else 'Installed'} {what}: {time.monotonic() - began:.0f} s."
+    print(f"\r{line:<79}" if on_terminal else line, flush=True)
+    return said
 
 
 if __name__ == "__main__":
