@@ -244,6 +244,7 @@ def killed_rank(fast: bool) -> dict[str, object]:
         folder = Path(first)
         try:
             train_on(folder, epochs, killed_in)
+            sys.exit("A rank was killed, and the caller was not told.")
         except WorkerDiedError as error:
             dead = error
         seconds = time.time() - (folder / "rank_1").stat().st_mtime
@@ -305,7 +306,7 @@ def bar(done: float) -> None:
 
 ACTS = {
     "The same loop, in one process and on two": same_losses,
-    "A step that computes gains from a second core": faster_epochs,
+    "Seconds of an epoch, where a step computes much": faster_epochs,
     "Is the loop right? A proof, and two mistakes": proofs,
     "Eight ranks in this process, one of which leaves early": deadlock,
     "A rank is killed": killed_rank,
