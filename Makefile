@@ -1,4 +1,5 @@
-# make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
+# make demo: five acts on one loop, in some 40 seconds once it is installed, in an environment of its own that takes the
+#     torch of PYTHON, where that has one.
 # make test: tests of everything, in at most three minutes on two cores; costs more than setup.cfg allows are an error.
 # make test-all: make test, and then make test-slow: together tests of all that distwrap does, as CI runs them.
 # make nightly: rows of tests that take long, each a table row in tests/nightly.py: engines in environments of their own,
@@ -44,8 +45,9 @@ install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
 .PHONY: demo test test-slow test-all nightly prove gpu-report corpus test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
 
-demo: $(VENV)/.installed-demo
-	$(bin)/python examples/demo.py
+# This distwrap, also where the caller's environment has another.
+demo: $(VENV)-demo/.installed
+	@PYTHONPATH="$(CURDIR)" $(VENV)-demo/bin/python examples/demo.py $(WORDS)
 
 test: $(VENV)/.installed-test
 	$(bin)/python -m pytest $(JOBS) --tier test
@@ -123,6 +125,7 @@ bench: $(VENV)/.installed-test
 	$(bin)/python benchmarks/step.py
 	$(bin)/python benchmarks/checkpoint.py
 	$(bin)/python benchmarks/faults.py
+	$(bin)/python benchmarks/mistakes.py
 	$(bin)/python benchmarks/clusters.py
 	$(bin)/python benchmarks/data.py
 	$(bin)/python benchmarks/sharded.py
@@ -171,10 +174,14 @@ clean:
 	rm -f $(VENV)/.installed-*
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
+# Where there is no GPU, with the CPU build of torch.
 $(bin)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) .ci/environment.py --own-torch $(VENV) -c constraints.txt $(PIP_FLAGS)
 
-$(VENV)/.installed-demo: extras := all,examples
+$(VENV)-demo/.installed: setup.cfg setup.py .ci/environment.py
+	@$(PYTHON) .ci/environment.py --editable . $(VENV)-demo $(PIP_FLAGS)
+	@touch $@
+
 $(VENV)/.installed-test: extras := test
 $(VENV)/.installed-dev: extras := dev
 $(VENV)/.installed-docs: extras := docs

@@ -206,7 +206,7 @@ def measure(tool: str, fault: str) -> dict[str, object]:
         except subprocess.TimeoutExpired:
             seconds = None
         left = _left_behind(time.time() + SETTLE) if seconds is not None else 0
-        _end(process)
+        end_all(process)
         text = (folder / "output").read_text(errors="replace")
         who, what = FAULTS[fault]
         return {
@@ -221,15 +221,15 @@ def measure(tool: str, fault: str) -> dict[str, object]:
 
 def _left_behind(deadline: float) -> int:
     while True:
-        alive = list(_descendants(os.getpid()))
+        alive = list(descendants(os.getpid()))
         if not alive or time.time() > deadline:
             return len(alive)
         time.sleep(0.05)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_all(process: subprocess.Popen[bytes]) -> None:
     """End all processes that are left, also those that start meanwhile."""
-    while alive := list(_descendants(os.getpid())):
+    while alive := list(descendants(os.getpid())):
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -240,13 +240,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             pass
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
                 if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
                     yield child
-                yield from _descendants(child)
+                yield from descendants(child)
     except (FileNotFoundError, ProcessLookupError):
         return
 

@@ -26,7 +26,7 @@ from distwrap.environments import ranks
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
-README_BYTES = 6 * 1024  # one screen and a half
+README_BYTES = 5 * 1024
 
 # Functions without arguments, and classes that nobody makes: an example would say less than their first line.
 WITHOUT_EXAMPLE = {

@@ -32,6 +32,18 @@ def test_step(tmp_path: Path) -> None:
 
 
 @NIGHTLY
+def test_mistakes(tmp_path: Path) -> None:
+    """Without a mistake distwrap trains as one process does, and each mistake is an error with its cure, or proven."""
+    figures = tmp_path / "figures.json"
+    done = run_python("-W", "error", BENCHMARKS / "mistakes.py", "--tools", "distwrap", "--json", figures, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert {row["mistake"]: row["seen"] for row in json.loads(figures.read_text())} == {
+        "none": "right", "model": "error with the cure", "loader": "error with the cure",
+        "batches": "error with the cure", "break": "error with the cure", "sum": "silent, named by prove",
+    }  # fmt: skip
+
+
+@NIGHTLY
 def test_checkpoint(tmp_path: Path) -> None:
     """The checkpoint benchmark runs, and prints what a save keeps waiting in each way."""
     table, rows = run_quick("checkpoint.py", tmp_path, seconds=200)

@@ -15,6 +15,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 
 import distwrap
 
@@ -128,6 +129,18 @@ def test_the_wheel_runs_an_example_in_an_empty_environment(elsewhere: Path) -> N
     printed = run_elsewhere(elsewhere, "examples/digits.py", "--epochs", "3", "--nprocs", "2")
     assert float(re.search(r"test accuracy (\S+),", printed)[1]) > 0.8
     assert (elsewhere / "digits.pt").exists()
+
+
+@pytest.mark.slow("makes a virtual environment")
+def test_an_environment_of_make_takes_the_torch_that_is_there(tmp_path: Path) -> None:
+    """The environment that `make demo` makes has the caller's torch, which nothing has installed."""
+    made = [sys.executable, ROOT / ".ci" / "environment.py", tmp_path / "env"]
+    done = subprocess.run(made, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == f"Taking torch {torch.__version__} of {sys.executable}.\n"
+    code = "import torch; print(torch.__file__)"
+    found = subprocess.run([tmp_path / "env/bin/python", "-c", code], capture_output=True, text=True, timeout=100)
+    assert found.stdout.strip() == torch.__file__, found.stderr
+    assert not list(tmp_path.glob("env/lib/python*/site-packages/torch"))
 
 
 @pytest.mark.nightly(row="packaging", why="`make check` builds it, and cli/ runs the commands")
