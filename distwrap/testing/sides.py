@@ -19,11 +19,10 @@ from distwrap.group.world import World
 from distwrap.model.wrapped_models import bound_strategy, parameters_of
 from distwrap.strategies import Strategy, wrap_model, wrap_optimizer
 from distwrap.strategies.steps import Step, backward, optimizer_step
-from distwrap.testing import exactness
-from distwrap.testing.behaviours.nets import ROWS, SmallNet, examples, small
+from distwrap.testing import nets
+from distwrap.testing.nets import ROWS, SmallNet, examples, small
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-EXACT, ROUNDED = exactness.TOLERANCES[torch.float64], exactness.TOLERANCES[torch.float32]
 
 
 class OneProcess:
@@ -171,7 +170,7 @@ class Trial(OneProcess):
 
 def compare(found: Any, expected: Any, *, tolerance: float | None = None) -> None:
     """Raise where two nestings of tensors and numbers, on whatever devices, differ in structure, shape, or a number."""
-    atol = exactness.tolerance() if tolerance is None else tolerance
+    atol = nets.tolerance() if tolerance is None else tolerance
     torch.testing.assert_close(found, expected, rtol=0, atol=atol, check_device=False)
 
 
