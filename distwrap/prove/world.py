@@ -29,7 +29,7 @@ from distwrap.data.sharded import innermost
 from distwrap.errors import LaunchError
 from distwrap.network.waiting import wait_until
 from distwrap.prove.observer import Observer, Seen, numbers_in
-from distwrap.testing import simulate
+from distwrap.testing.ranks import simulate
 from distwrap.testing.simulation.script import failure_of
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -10,6 +10,7 @@ from distwrap.checkpoint.resume import resume_from, run_state
 from distwrap.group.collectives import barrier
 from distwrap.group.world import is_rank_zero
 from distwrap.model.state_dict import add_module_prefix
+from distwrap.model.wrapped_models import bound_strategy
 from distwrap.testing.behaviours import goes_on_alone, trained
 from distwrap.testing.nets import small
 from distwrap.testing.sides import OneProcess, Trial, adamw, compare, epoch, fit
@@ -45,7 +46,7 @@ def load_plain_keys(trial: Trial) -> None:
 @behaviour()
 def load_prefixed_keys(trial: Trial) -> None:
     """Load a state dict whose keys begin with ``module.``, as others' wrappers write them."""
-    if not trial.several:
+    if trial.world.placement.world_size == 1:
         return  # the model is the user's own
     model = trial.wrap(small())
     model.load_state_dict(add_module_prefix(small(seed=6).state_dict()))
@@ -103,7 +104,10 @@ def optimizer_state_is_the_plain_one(trial: Trial) -> None:
 
     def loop(side: OneProcess) -> Any:
         model, optimizer = trained(side)
-        found = side.optimizer_state(optimizer)
+        if isinstance(side, Trial):
+            found = (bound_strategy(optimizer) or side.strategy).state(optimizer, everywhere=True)
+        else:
+            found = optimizer.state_dict()
         return found["state"], [group["params"] for group in found["param_groups"]], side.weights(model)
 
     trial.same(loop)
