@@ -54,7 +54,7 @@ QUICK = (
     "tests/checkpoint/test_pieces_loaded.py",
     "tests/comm/test_with_ddp.py",
     "tests/precision/test_precision.py",
-    "tests/strategies/test_conformance.py",
+    "tests/conformance/test_conformance.py",
     "tests/strategies/test_fsdp.py",
     "tests/strategies/test_pipeline.py",
     "tests/timing/test_report.py",

@@ -20,12 +20,9 @@ from distwrap.options import VARIABLES, Options
 from distwrap.versions import CLASS_METHODS_DO_NOT_BIND
 
 if TYPE_CHECKING:
-    from distwrap.comm.base import Algorithm
-    from distwrap.launch.base import Launcher
-    from distwrap.precision.base import Precision
+    from distwrap.protocols import Algorithm, Launcher, Precision, Strategy
     from distwrap.prove.proof import Proof
     from distwrap.registry import AlgorithmName, LauncherName, PrecisionName, StrategyName
-    from distwrap.strategies.base import Strategy
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

@@ -17,10 +17,7 @@ from distwrap.registry import algorithms, launchers, precisions, strategies
 from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
-    from distwrap.comm.base import Algorithm
-    from distwrap.launch.base import Launcher
-    from distwrap.precision.base import Precision
-    from distwrap.strategies.base import Strategy
+    from distwrap.protocols import Algorithm, Launcher, Precision, Strategy
 
 T = TypeVar("T")
 Returns = Literal["rank0", "all"]

@@ -8,10 +8,7 @@ from distwrap.former_names import BECAME, HINTS, LAUNCHER_HINTS, LAUNCHER_OF_STR
 from distwrap.name_table import Factory, Registry
 
 if TYPE_CHECKING:
-    from distwrap.comm.base import Algorithm
-    from distwrap.launch.base import Launcher
-    from distwrap.precision.base import Precision
-    from distwrap.strategies.base import Strategy
+    from distwrap.protocols import Algorithm, Launcher, Precision, Strategy
 
 # The tables' names for an editor, which offers them; a checker takes any other text too: plug-ins add names, and a name
 # may have options. tests/test_declared_options.py compares them with the tables.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LOG = Path(__file__).with_suffix(".log")
-_STEP = ("distwrap/strategies", "distwrap/model", "distwrap/comm", "distwrap/precision")
+_STEP = ("distwrap/protocols.py", "distwrap/strategies", "distwrap/model", "distwrap/comm", "distwrap/precision")
 _START = ("distwrap/launch", "distwrap/network", "distwrap/supervision", "distwrap/environments", "distwrap/group")
 
 
@@ -46,7 +46,9 @@ class Row(NamedTuple):
 
 
 def _engine(name: str, *more: str) -> Row:
-    return Row(("distwrap/strategies/base.py", f"tests/engines/{name}", *more), (f"engine-{name}",))
+    return Row(
+        ("distwrap/protocols.py", "distwrap/strategies/base.py", f"tests/engines/{name}", *more), (f"engine-{name}",)
+    )
 
 
 ROWS = {

@@ -14,6 +14,7 @@ from distwrap.checkpoint.safetensors_format import SUFFIX, SafetensorsIO, is_fol
 from distwrap.checkpoint.streaming import write_torch
 from distwrap.checkpoint.untrusted import load_file
 from distwrap.errors import CheckpointError
+from distwrap.protocols import CheckpointIO as CheckpointIO
 
 
 @runtime_checkable
@@ -25,24 +26,6 @@ class Streamed(Protocol):
 
     def mapped(self, path: Path) -> Any:
         """Return the saved state with memory-mapped numbers."""
-
-
-@runtime_checkable
-class CheckpointIO(Protocol):
-    """Format of a checkpoint; a class of your own needs these two methods and this attribute.
-
-    Attributes:
-        collective: whether every rank writes and reads its own part, in a folder; otherwise rank 0 writes one file for
-            all.
-    """
-
-    collective: bool
-
-    def save(self, state: Any, path: Path) -> None:
-        """Write a plain state to a temporary path, which the caller renames when the file is safely on disk."""
-
-    def load(self, path: Path, map_location: Any) -> Any:
-        """Return the state that `save` has written."""
 
 
 class FileIO:

@@ -16,7 +16,7 @@ from distwrap.checkpoint.formats import choose
 from distwrap.checkpoint.loading import load_into, read, sent
 from distwrap.checkpoint.on_ranks import first_problem
 from distwrap.checkpoint.saving import format_of
-from distwrap.comm.exchange import RunExchanges
+from distwrap.comm.weights import WeightExchanges
 from distwrap.devices.kinds import kind_of
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import CheckpointError, DistwrapError
@@ -105,7 +105,7 @@ class RunState:
         scaling.update()
         scaler = scaling.scaler
         scale = None if scaler is None else scaler.state_dict()
-        comm = world.part(RunExchanges).states()
+        comm = world.part(WeightExchanges).states()
         return {"random": gather_object(_random()), "seed": world.options.seed, "scaler": scale, "comm": comm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class RunState:
         if scaling.scaler is not None:
             scaling.forget()
             scaling.scaler.load_state_dict(state["scaler"])
-        world.part(RunExchanges).load_states(state.get("comm", []))
+        world.part(WeightExchanges).load_states(state.get("comm", []))
 
 
 def run_state() -> RunState:

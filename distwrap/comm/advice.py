@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distwrap.comm import BF16, FP16, AllReduce, Averager, Bucket, ByteGrad, Link, PowerSGD, TopK, Traffic
+from distwrap.comm.allreduce import BF16, FP16, AllReduce, ByteGrad
+from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.link import Link, Traffic
+from distwrap.comm.powersgd import PowerSGD
+from distwrap.comm.topk import TopK
 from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
+from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.codecs import Cast, MinMax8
 from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.gradients import GradientAlgorithm
+from distwrap.comm.link import Link
 
 
 class AllReduce(GradientAlgorithm):

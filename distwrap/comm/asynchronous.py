@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from distwrap.checks import whole
-from distwrap.comm import Link, WeightAlgorithm, WeightExchange
 from distwrap.comm.base import option
 from distwrap.comm.engine import PATIENCE
+from distwrap.comm.link import Link
+from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.devices.streams import Given, SideStream
 from distwrap.errors import CollectiveTimeoutError
 from distwrap.group.world import World

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from distwrap.group.world import World
-    from distwrap.model.distributed import DistributedModel
+from distwrap.protocols import Algorithm as Algorithm
 
 T = TypeVar("T")
 
@@ -32,39 +30,6 @@ def option(default: T, check: Callable[[str, Any], Any]) -> T:
         check: takes the name and a value, and returns the value or raises OptionError.
     """
     return field(default=default, metadata={"check": check})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm(ABC):
-    """Way to exchange gradients or weights. Subclasses are frozen dataclasses of their options.
-
-    Attributes:
-        hierarchical: whether ranks of a node exchange in full precision, and the first ranks of all nodes by the
-            algorithm.
-        same_weights: whether all ranks hold the same weights after each step.
-        needs_optimizer_state: whether the algorithm needs the whole state of the optimizer on each rank.
-    """
-
-    hierarchical: bool = False
-    same_weights: ClassVar[bool] = True
-    needs_optimizer_state: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if "check" in each.metadata:
-                value = each.metadata["check"](each.name, getattr(self, each.name))
-                object.__setattr__(self, each.name, value)
-
-    def check(self, world_size: int) -> None:  # noqa: B027 - most algorithms refuse nothing
-        """Refuse options that do not fit the number of ranks, or of nodes if the algorithm is hierarchical.
-
-        Raises:
-            OptionError: an option does not fit.
-        """
-
-    @abstractmethod
-    def attach(self, model: DistributedModel, world: World) -> Any:
-        """Return the `Exchange` of a model that was just wrapped; every rank calls this."""
 
 
 @dataclass

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 
 from distwrap.checks import one_of, whole
-from distwrap.comm import Link, WeightAlgorithm, WeightExchange
 from distwrap.comm.base import option
+from distwrap.comm.link import Link
+from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.errors import OptionError
 
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from distwrap._internals.torch import foreach
 from distwrap.checks import fraction, one_of, whole
-from distwrap.comm import Bucket, Link, WeightAlgorithm, WeightExchange
-from distwrap.comm.base import option
+from distwrap.comm.base import Bucket, option
 from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
-from distwrap.comm.weights import FlatWeights
+from distwrap.comm.link import Link
+from distwrap.comm.weights import FlatWeights, WeightAlgorithm, WeightExchange
 from distwrap.errors import OptionError
 from distwrap.model.in_sync import Held
 

@@ -1,9 +1,8 @@
 """The exchange of one model on one rank, and all exchanges of a run."""
 
-import gc
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch
@@ -16,15 +15,10 @@ from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
 from distwrap.comm.link import Link, Traffic
 from distwrap.group.collectives import gather_object
-from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, say
 from distwrap.model.distributed import DistributedModel
-from distwrap.precision import LossScaling
 from distwrap.versions import ENDS_GROUPS_LOCKED
 from distwrap.wording import first_names
-
-if TYPE_CHECKING:
-    from distwrap.comm.weights import WeightExchange
 
 _REPORTS = 3  # lines about gradients that are not finite, for each model
 
@@ -140,34 +134,19 @@ class Exchange(ABC, Generic[A]):
 
 
 class RunExchanges(RunPart):
-    """Exchanges of all models of a run, in the order in which the models were wrapped.
-
-    Attributes:
-        of_weights: exchanges of models whose ranks hold different weights; they act around optimizer steps.
-    """
+    """Exchanges of all models of a run, in the order in which the models were wrapped."""
 
     def __init__(self, world: World) -> None:
         self._exchanges: list[Exchange[Any]] = []
-        self.of_weights: list[WeightExchange[Any]] = []
-        self._steps, self._scaling = world.part(OptimizerSteps), world.part(LossScaling)
 
     def add(self, exchange: Exchange[Any]) -> None:
         """Add a new exchange."""
         self._exchanges.append(exchange)
 
-    def watch_steps(self, exchange: "WeightExchange[Any]") -> None:
-        """Call an exchange before and after the steps of all optimizers."""
-        if self._skipped_step not in self._scaling.on_skipped:
-            self._steps.listen(Phase.EXCHANGE, self._before_step)
-            self._steps.listen(Phase.FINISH, self._after_step)
-            self._scaling.on_skipped.append(self._skipped_step)
-        self.of_weights.append(exchange)
-
     def remove(self, exchange: Exchange[Any]) -> None:
         """Remove a closed exchange."""
-        for exchanges in (self._exchanges, self.of_weights):
-            if exchange in exchanges:
-                exchanges.remove(exchange)  # type: ignore[arg-type]
+        if exchange in self._exchanges:
+            self._exchanges.remove(exchange)
 
     def close_unused(self) -> None:
         """Close the exchanges of models to which nothing refers any more.
@@ -179,59 +158,10 @@ class RunExchanges(RunPart):
             if exchange.model is None and not exchange.runs:
                 exchange.close()
 
-    def wait(self) -> None:
-        for exchange in self.of_weights:
-            exchange.wait()
-
-    def settle(self) -> None:
-        for exchange in list(self.of_weights):
-            exchange.settle()
-
     def close(self) -> None:
         with ExitStack() as stack:
             for exchange in self._exchanges:
                 stack.callback(exchange.close)
-
-    def states(self) -> list[dict[str, Any]]:
-        """Return the state of each exchange of weights without weights and optimizers, one dict for each model."""
-        return [{"algorithm": _name(exchange), **exchange.state_dict()} for exchange in self._held()]
-
-    def load_states(self, states: list[dict[str, Any]]) -> None:
-        """Load the states of a checkpoint. If the algorithm has changed, print a line and leave them out."""
-        exchanges = self._held()
-        saved, present = [state["algorithm"] for state in states], [_name(exchange) for exchange in exchanges]
-        if saved == present:
-            for exchange, state in zip(exchanges, states, strict=True):
-                exchange.load_state_dict(state)
-        elif saved:
-            goes_on = ", ".join(present) or "another comm="
-            say(
-                f"this run was saved with {', '.join(saved)} and goes on with {goes_on}: the count of steps "
-                "and the outer momentum start from zero. To keep them, wrap the same models with the same "
-                "comm= before load()."
-            )
-
-    def _held(self) -> "list[WeightExchange[Any]]":
-        if len(self.of_weights) > 1:
-            gc.collect()  # an unused model may still exist on one rank and not on another
-        return [exchange for exchange in self.of_weights if exchange.model is not None]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for exchange in list(self.of_weights):
-            exchange.before(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for exchange in list(self.of_weights):
-            exchange.after(optimizer)
-
-    def _skipped_step(self, optimizer: Optimizer) -> None:
-        """Count a step that fp16 has skipped on this rank, as other ranks may have taken it."""
-        self._before_step(optimizer, (), {})
-        self._after_step(optimizer, (), {})
-
-
-def _name(exchange: "WeightExchange[Any]") -> str:
-    return type(exchange.algorithm).__name__
 
 
 def _ranks_of_nodes(node_rank: int) -> list[list[int]]:

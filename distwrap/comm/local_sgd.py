@@ -7,8 +7,9 @@ https://arxiv.org/abs/1808.07217.
 from dataclasses import dataclass
 
 from distwrap.checks import whole
-from distwrap.comm import Link, WeightAlgorithm, WeightExchange
 from distwrap.comm.base import option
+from distwrap.comm.link import Link
+from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 
 
 class _LocalSGD(WeightExchange["LocalSGD"]):

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from distwrap.checks import whole
-from distwrap.comm import Link, WeightAlgorithm, WeightExchange
 from distwrap.comm.base import option
 from distwrap.comm.codecs import MinMax8
+from distwrap.comm.link import Link
+from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 
 
 class _Ring(WeightExchange["LowPrecisionDecentralized"]):

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from distwrap.checks import whole
-from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
-from distwrap.comm.base import option
+from distwrap.comm.base import Averager, Bucket, option
+from distwrap.comm.gradients import GradientAlgorithm
+from distwrap.comm.link import Link
 from distwrap.comm.residuals import Residuals
 
 

@@ -25,11 +25,11 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from distwrap._internals.torch import act_for, after_backward, current_backward, foreach
 from distwrap.checks import Check, whole
-from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
-from distwrap.comm.base import option
+from distwrap.comm.base import Averager, Bucket, option
 from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
-from distwrap.comm.gradients import GradientExchange
+from distwrap.comm.gradients import GradientAlgorithm, GradientExchange
+from distwrap.comm.link import Link
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world, say
 from distwrap.model.distributed import DistributedModel

@@ -5,6 +5,7 @@ If the algorithm is hierarchical, a node is one replica: its ranks average gradi
 
 from __future__ import annotations
 
+import gc
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,15 +21,17 @@ from torch.optim.optimizer import Optimizer
 from distwrap._internals.torch import foreach, version_of
 from distwrap.checks import whole
 from distwrap.comm.base import Algorithm, option
-from distwrap.comm.exchange import Exchange, RunExchanges
+from distwrap.comm.exchange import Exchange
 from distwrap.comm.link import Link, real_numbers
 from distwrap.errors import ModelError
-from distwrap.group.world import World, active_world
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
+from distwrap.group.world import RunPart, World, active_world, say
 from distwrap.model.comparison import Comparison
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import parameters_of
+from distwrap.precision import LossScaling
 
 _FEW_BY_HAND, _MOST_BY_HAND = 2, 32  # changes by hand in a row: before any step, and at any time
 _STEPS_TO_COMPARE = 64  # steps for slower ranks to publish their weights; else at the end
@@ -134,7 +137,8 @@ class WeightExchange(Exchange[W]):
             net.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]
             self.weights.parameters[-1].register_hook(lambda gradient: (found := hook()) and found()),  # type: ignore[no-untyped-call]
         ]
-        self._exchanges.watch_steps(self)
+        self._around_steps = world.part(WeightExchanges)
+        self._around_steps.add(self)
         self._tell_model()
 
     # For subclasses, on every rank, in the training thread
@@ -296,13 +300,79 @@ class WeightExchange(Exchange[W]):
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+        if self in self._around_steps.known:
+            self._around_steps.known.remove(self)
         super().close()
+
+
+class WeightExchanges(RunPart):
+    """Exchanges of weights of a run, in the order in which the models were wrapped; they act around optimizer steps."""
+
+    def __init__(self, world: World) -> None:
+        self.known: list[WeightExchange[Any]] = []
+        steps = world.part(OptimizerSteps)
+        steps.listen(Phase.EXCHANGE, self._before_step)
+        steps.listen(Phase.FINISH, self._after_step)
+        world.part(LossScaling).on_skipped.append(self._skipped_step)
+
+    def add(self, exchange: WeightExchange[Any]) -> None:
+        """Call an exchange before and after the steps of all optimizers."""
+        self.known.append(exchange)
+
+    def wait(self) -> None:
+        for exchange in self.known:
+            exchange.wait()
+
+    def settle(self) -> None:
+        for exchange in list(self.known):
+            exchange.settle()
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the state of each exchange of weights without weights and optimizers, one dict for each model."""
+        return [{"algorithm": _name(exchange), **exchange.state_dict()} for exchange in self._held()]
+
+    def load_states(self, states: list[dict[str, Any]]) -> None:
+        """Load the states of a checkpoint. If the algorithm has changed, print a line and leave them out."""
+        exchanges = self._held()
+        saved, present = [state["algorithm"] for state in states], [_name(exchange) for exchange in exchanges]
+        if saved == present:
+            for exchange, state in zip(exchanges, states, strict=True):
+                exchange.load_state_dict(state)
+        elif saved:
+            goes_on = ", ".join(present) or "another comm="
+            say(
+                f"this run was saved with {', '.join(saved)} and goes on with {goes_on}: the count of steps "
+                "and the outer momentum start from zero. To keep them, wrap the same models with the same "
+                "comm= before load()."
+            )
+
+    def _held(self) -> list[WeightExchange[Any]]:
+        if len(self.known) > 1:
+            gc.collect()  # an unused model may still exist on one rank and not on another
+        return [exchange for exchange in self.known if exchange.model is not None]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for exchange in list(self.known):
+            exchange.before(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for exchange in list(self.known):
+            exchange.after(optimizer)
+
+    def _skipped_step(self, optimizer: Optimizer) -> None:
+        """Count a step that fp16 has skipped on this rank, as other ranks may have taken it."""
+        self._before_step(optimizer, (), {})
+        self._after_step(optimizer, (), {})
+
+
+def _name(exchange: WeightExchange[Any]) -> str:
+    return type(exchange.algorithm).__name__
 
 
 def _after_load(net: nn.Module, keys: object) -> None:
     """Tell a model's exchange that weights were loaded. A function, since copies of a module share its hooks."""
     world = active_world()
-    for exchange in world.part(RunExchanges).of_weights if world is not None else ():
+    for exchange in world.part(WeightExchanges).known if world is not None else ():
         if exchange.model is not None and unwrap_model(exchange.model) is net:
             exchange.note_load()
 

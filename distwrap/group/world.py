@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,10 @@ from distwrap.environments import Placement, detect
 from distwrap.errors import OptionError
 from distwrap.network.waiting import count_in
 from distwrap.options import QUIET, Options, switched_on
+from distwrap.protocols import Layout as Layout, Strategy
 from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
 from distwrap.wording import print_notice
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from distwrap.strategies.base import Strategy
 
 
 class RunPart(Protocol):
@@ -61,28 +57,6 @@ class RunPart(Protocol):
 
 
 Part = TypeVar("Part", bound=RunPart)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Arrangement of the ranks for the data.
-
-    Ranks that hold parts of one copy, as under tensor or pipeline parallelism, take the same share: they have the same
-    `rank` here. Shares of loaders, their seeds, `gather`, `reduce`, `mean` and `scale_loss` go by the layout;
-    `barrier`, `broadcast` and `gather_object` are of all ranks.
-
-    Attributes:
-        rank: of the share that this process takes.
-        size: the number of shares.
-        group: the ranks of this process's place in its copy, one of each share, in the order of the shares; ``None``
-            for all ranks of the world. `rank` and `size` are those of this process in it.
-        mesh: of the devices, where the strategy has made one.
-    """
-
-    rank: int
-    size: int
-    group: ProcessGroup | None = None
-    mesh: DeviceMesh | None = None
 
 
 @dataclass

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from distwrap import retrofit
+from distwrap import protocols, retrofit
 from distwrap.devices.cpus import allowed_cpus, choose_threads, too_many_ranks
 from distwrap.devices.selection import choose_nprocs, visible_devices
 from distwrap.errors import LaunchError, SerializationError, WorkerError
 from distwrap.group.world import say_once
 from distwrap.launch import pickling, transport
-from distwrap.launch.other_callers import NodeSummary
 from distwrap.launch.outcome import Exit, Outcome, raise_failure
 from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
 from distwrap.network import secret
@@ -42,54 +41,13 @@ class Job:
         return "gathered" if wanted == "all" and self.nodes.several else wanted
 
 
-class Launcher:
-    """One way to start ranks. Subclass it, and register the class with `register_launcher`.
-
-    A decorated call makes one launcher and calls, in this order, `count`, `check`, `plan`, `run` and `bring_home`.
-
-    Attributes:
-        name: for messages, and for the line at the start.
-        several_nodes: whether callers on several nodes can each launch their own ranks of one run.
-        restarts: whether it starts ranks again after a failure, and lets nodes come and go.
-        start_method: multiprocessing's name for the way in which torch elastic starts the same ranks, where restarts
-            are asked for; empty where it cannot. It is not inherited: elastic would lose what a subclass does else.
-        writes_logs: whether `run` writes what each rank prints into the folder ``log_dir``.
-        runs_one_rank: whether it also runs a call of one rank, which otherwise runs in the caller's process.
-        summary: what the decorated call returns on this node where rank 0 is on another; set by `run`.
-    """
-
-    name: str = ""
-    several_nodes: bool = False
-    restarts: bool = False
-    start_method: str = ""
-    writes_logs: bool = False
-    runs_one_rank: bool = False
-    summary: NodeSummary | None = None
-
-    def __init_subclass__(cls) -> None:
-        cls.start_method = vars(cls).get("start_method", "")
+class Launcher(protocols.Launcher):
+    __doc__ = protocols.Launcher.__doc__
 
     def count(self, nprocs: int | Literal["auto"]) -> int:
-        """Return the number of ranks to start here; by default no more than there are devices.
-
-        Raises:
-            OptionError: there are fewer devices.
-        """
         return choose_nprocs(nprocs, visible_devices())
 
-    def check(self, job: Job) -> None:
-        """Refuse a call that cannot work, before any process starts; by default refuse nothing.
-
-        Raises:
-            LaunchError: the call cannot work; the message says why, and what to do.
-        """
-
     def plan(self, job: Job) -> Assignment:
-        """Return the instructions that all ranks have in common; by default with the call packed.
-
-        Raises:
-            SerializationError: names the object that cannot be packed.
-        """
         payload = transport.pack(job.task)
         path, module = self._main(job, payload)
         plan = replace(self.plan_in_place(job), main_path=path, main_module=module)
@@ -100,21 +58,7 @@ class Launcher:
         inherited = b"" if job.nodes.several else secret.new()
         return Assignment(self.name, job.returns, choose_threads(job.nprocs), secret=inherited)
 
-    def run(self, job: Job, plan: Assignment) -> Sequence[Outcome]:
-        """Start the ranks, hand each the plan with its placement, wait for all, and leave none behind.
-
-        In a rank's process `distwrap.launch.worker.work` does the rest, given a `LauncherLink` to this launcher.
-
-        Returns:
-            The outcomes of the ranks that this node has started, in rank order.
-
-        Raises:
-            BaseException: what a rank raised first, as `distwrap.launch.outcome.raise_failure` does.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no run().")
-
     def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
-        """Write what was trained into the caller's objects, and return what the decorated call returns."""
         task = job.task
         found = retrofit.find(task.function, task.args, task.kwargs) if task.options.retrofit else []
         own = [item.original for item in found]
@@ -172,7 +116,7 @@ def tell_of_crowd(count: int) -> None:
         say_once("too many ranks", words)
 
 
-def launch(launcher: Launcher, job: Job) -> Any:
+def launch(launcher: protocols.Launcher, job: Job) -> Any:
     """Run a job by a launcher that has checked it, and return what the decorated call returns."""
     outcomes = launcher.run(job, launcher.plan(job))
     value = launcher.bring_home(job, outcomes)

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import Counter, deque
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
@@ -28,11 +27,9 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.watch import SHARE, Watch, is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+from distwrap.protocols import Strategy
 from distwrap.seeding import mix
 from distwrap.supervision.activity import Activity
-
-if TYPE_CHECKING:
-    from distwrap.strategies.base import Strategy
 
 _FREE_PAUSES = 8  # which may take any time
 _WRAPS = 8  # after which a model that is gone has been compared, and is forgotten

@@ -1,7 +1,7 @@
 """Prove that all ranks hold the same weights, or name the first tensor that differs and the ranks."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from distwrap.model.buffers import statistics_of
 from distwrap.model.fingerprints import fold, with_type
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import bound_strategy
+from distwrap.protocols import Held as Held
 from distwrap.wording import named_ranks
 
 # The name of a tensor; of what is here its bits, its size and the sum of its absolute values; and which part that is.
@@ -23,21 +24,6 @@ Mark = Sequence[Any]
 # Between processors of different kinds, which may round the last bit differently.
 _ROUNDING = 1e-6
 _CHUNK = 2**14  # numbers, of which the absolute values fit into memory that is at hand
-
-
-class Held(NamedTuple):
-    """A tensor of a model on this rank, for the proof that ranks are in sync.
-
-    Attributes:
-        name: of the tensor in the plain model.
-        part: which part of it is here; equal parts must be equal on all ranks, others are not compared. Empty where
-            it is whole on every rank; else it begins with the number of the first rank that has it, as in "2: rows".
-        tensor: the numbers, or one, as of a learning rate.
-    """
-
-    name: str
-    part: str
-    tensor: torch.Tensor | float
 
 
 def assert_in_sync(model: nn.Module) -> None:

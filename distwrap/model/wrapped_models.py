@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -15,10 +15,7 @@ from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.transparent import unwrap_model
-
-if TYPE_CHECKING:
-    from distwrap.model.gradients import Gradients
-    from distwrap.strategies.base import Strategy
+from distwrap.protocols import Strategy
 
 T = TypeVar("T")
 
@@ -31,7 +28,7 @@ class WrappedModels(RunPart):
     Iterating yields those that somebody still holds, the same on every rank where all ranks hold the same.
 
     Attributes:
-        gradients: the watch over the gradients of each model under DDP.
+        gradients: the watch over the gradients of each model under DDP, a `Gradients`.
         on_added: called with each model that is wrapped from now on.
         bound: the strategies of what is the caller's own, and outlives the run: optimizers, and models that a strategy
             has prepared without a wrapper.
@@ -43,7 +40,7 @@ class WrappedModels(RunPart):
         self._guard = world.part(CollectiveGuard)
         self._users: dict[int, ref[nn.Module]] = {}
         self.on_added: list[Callable[[nn.Module], None]] = []
-        self.gradients: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
+        self.gradients: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
         self.bound: WeakKeyDictionary[nn.Module | Optimizer, Strategy] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and their numbers
 

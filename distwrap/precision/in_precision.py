@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.precision.base import Precision
+from distwrap.protocols import Precision
 from distwrap.registry import precisions
 
 Forward = Callable[..., Any]

@@ -33,8 +33,8 @@ from distwrap.environments import torchrun
 from distwrap.errors import LaunchError
 from distwrap.launch.worker import tie_to_parent
 from distwrap.network.waiting import wait_until
+from distwrap.protocols import Wrapping
 from distwrap.prove.observer import Observer, Seen, numbers_in
-from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.testing.simulation.script import failure_of
 

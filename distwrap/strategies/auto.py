@@ -21,8 +21,9 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of
 from distwrap.options import Options
 from distwrap.precision import InPrecision
+from distwrap.protocols import Strategy
 from distwrap.registry import strategies
-from distwrap.strategies.base import Strategy
+from distwrap.strategies import base
 from distwrap.strategies.choice import recommended
 from distwrap.strategies.estimate import Need, estimate, optimizer as optimizer_named
 
@@ -37,7 +38,7 @@ def _of_chosen(name: str) -> Callable[..., Any]:
     return method
 
 
-class AutoStrategy(Strategy):
+class AutoStrategy(base.Strategy):
     """The simplest of ddp, zero1, zero2, hsdp and fsdp that fits, chosen when each model is wrapped.
 
     The optimizer and the activations are not known then: a quarter of the device is left for activations.
@@ -154,4 +155,4 @@ def _chosen(thing: nn.Module | Optimizer) -> Strategy:
     """Return the strategy of a model, or of an optimizer's first model; a neutral one if there is none."""
     models = [thing] if isinstance(thing, nn.Module) else current_world().part(WrappedModels).of_optimizer(thing)
     found = [strategy for each in models if (strategy := bound_strategy(each)) is not None]
-    return next((strategy for strategy in found if not isinstance(strategy, AutoStrategy)), Strategy())
+    return next((strategy for strategy in found if not isinstance(strategy, AutoStrategy)), base.Strategy())

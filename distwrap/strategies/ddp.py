@@ -20,8 +20,7 @@ from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
 from distwrap.registry import algorithms
-from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
+from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
 from distwrap.strategies.single import check_ddp_options, local
 from distwrap.versions import DDP_BROADCAST_OPTIONS
 

@@ -108,7 +108,7 @@ class GradientShare:
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         leave_gradients_alone(ddp)
         model.register_comm_hook(self, lambda share, bucket: share.take(bucket))
-        self._handles = [parameter.register_hook(self._hook_of(parameter)) for parameter in parameters]  # type: ignore[no-untyped-call]
+        self._handles = [parameter.register_hook(self._hook_of(parameter)) for parameter in parameters]
 
     def end(self) -> None:
         """Remove the hooks, since the model is wrapped again."""

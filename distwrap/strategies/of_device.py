@@ -8,7 +8,7 @@ import torch
 from distwrap.devices.kinds import accelerator_of_torch
 from distwrap.devices.vendors import VENDORS
 from distwrap.errors import OptionError
-from distwrap.strategies.base import Strategy
+from distwrap.protocols import Strategy
 
 
 def of_device(type: str, strategy: str = "ddp") -> Strategy:

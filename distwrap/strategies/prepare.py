@@ -24,9 +24,9 @@ from distwrap.model.same_inputs import SameInputs
 from distwrap.model.transparent import WRAPPERS, see_through, unwrap_model
 from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of, strategy_of
-from distwrap.precision import InPrecision, LossScaling, Precision
+from distwrap.precision import InPrecision, LossScaling
+from distwrap.protocols import Precision, Strategy, Wrapping
 from distwrap.registry import AlgorithmName, PrecisionName, StrategyName, algorithms, strategies
-from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local, on_device
 from distwrap.supervision.activity import Activity
 

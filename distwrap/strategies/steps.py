@@ -20,7 +20,7 @@ from distwrap.model.diagnosis import explained
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, strategy_of
 from distwrap.precision import LossScaling
 from distwrap.precision.loss_scaling import ScaleState
-from distwrap.strategies.base import Strategy
+from distwrap.protocols import Strategy
 from distwrap.strategies.windows import Windows
 
 

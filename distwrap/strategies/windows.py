@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from distwrap import protocols
 from distwrap._internals.torch import foreach
 from distwrap._internals.torch_fsdp import shard_of
 from distwrap.errors import ModelError, OptionError
@@ -92,7 +93,7 @@ class Window:
             with torch.no_grad():
                 foreach("mul_", gradients, factor)
 
-    def _strategies(self) -> list[Strategy]:
+    def _strategies(self) -> list[protocols.Strategy]:
         return [bound_strategy(model) or Strategy() for model in self._models]
 
 

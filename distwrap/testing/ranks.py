@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
 
 from distwrap import tracebacks
 from distwrap.checks import AT_LEAST_ONE
@@ -16,7 +14,6 @@ from distwrap.launch.forkserver import ForkServerLauncher
 from distwrap.launch.task import Task
 from distwrap.options import TEST_RANKS, Options
 from distwrap.registry import strategies
-from distwrap.testing.exactness import Computing
 
 if TYPE_CHECKING:
     from distwrap.testing.simulation.faults import Fail
@@ -42,32 +39,13 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
         >>> run_ranks(abs, 1, -3)
         [3]
     """
-    return Launch(Options(timeout=timeout, returns="all"), AT_LEAST_ONE("nprocs", nprocs), timeout)(fn, *args)
+    return launch_ranks(nprocs, Options(timeout=timeout, returns="all"), timeout, fn, *args)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Launch of a function on ranks, which may be called many times.
-
-    Attributes:
-        options: of the run, which returns all ranks' values.
-        nprocs: number of ranks.
-        timeout: seconds for a call.
-        dtype: in which the nets of behaviours compute.
-    """
-
-    options: Options
-    nprocs: int
-    timeout: float
-    dtype: torch.dtype = torch.float64
-
-    def __call__(self, fn: Callable[..., R], *args: Any, nprocs: int | None = None, **options: Any) -> list[R]:
-        """Run a function on as many ranks as were said, or on others, under `options` besides; see `run_ranks`."""
-        if self.dtype != torch.float64:
-            fn = Computing(fn, self.dtype)
-        task = Task(fn, args, {}, self.options.updated(options))
-        job = base.Job(task, nprocs or self.nprocs, seconds=self.timeout)
-        return _launched(_launcher(), job)
+def launch_ranks(nprocs: int, options: Options, timeout: float, fn: Callable[..., R], *args: Any) -> list[R]:
+    """Run a function on ranks under options, which return all ranks' values; see `run_ranks`."""
+    job = base.Job(Task(fn, args, {}, options), AT_LEAST_ONE("nprocs", nprocs), seconds=timeout)
+    return _launched(_launcher(), job)
 
 
 def _launched(launcher: base.Launcher, job: base.Job) -> list[Any]:

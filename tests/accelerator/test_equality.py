@@ -16,13 +16,14 @@ import distwrap as dw
 from distwrap.comm import traffic
 from distwrap.devices.kinds import kind_of_torch
 from distwrap.group.world import current_world
-from distwrap.testing import check_strategy, run_ranks
-from distwrap.testing.behaviours import BEHAVIOURS
+from distwrap.testing import run_ranks
 from tests import training
 from tests.accelerator import accelerator
 from tests.accelerator.marks import in_nightly
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
-from tests.strategies.conformance import AGAIN, CELLS, HEART, Cell
+from tests.conformance.base import check
+from tests.conformance.behaviours import ALL
+from tests.conformance.cells import AGAIN, CELLS, HEART, Cell
 
 pytestmark = pytest.mark.gpu
 
@@ -274,8 +275,8 @@ def cells() -> Iterator[Any]:
     for cell in CELLS:
         if cell.name in left_out or cell.nprocs not in (1, 2, 4):
             continue
-        whole = BEHAVIOURS if cell.name in WHOLE else HEART if cell.nprocs == 4 else cell.only or AGAIN
-        asked = set(whole) - set(cell.lacks)
+        whole = ALL if cell.name in WHOLE else HEART if cell.nprocs == 4 else cell.only or AGAIN
+        asked = set(whole) - {*cell.lacks, *cell.fails}
         yield pytest.param(cell, cell.nprocs, HEART & asked, id=f"{cell.name}, the heart")
         if asked - HEART:
             yield pytest.param(cell, cell.nprocs, asked - HEART, id=cell.name)
@@ -286,4 +287,4 @@ def cells() -> Iterator[Any]:
 @pytest.mark.parametrize(("cell", "devices", "asked"), list(cells()))
 def test_it_conforms(cell: Cell, devices: int, asked: Collection[str]) -> None:
     """Each strategy behaves on devices as on the CPU, with which its numbers are compared."""
-    check_strategy(cell.strategy, devices, only=asked, refuses=cell.refuses)
+    check(cell.strategy, devices, asked, cell.refuses)

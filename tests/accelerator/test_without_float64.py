@@ -12,14 +12,15 @@ import distwrap as dw
 from distwrap.devices.kinds import widest
 from distwrap.errors import DriftError
 from distwrap.group.collectives import total
-from distwrap.testing import check_strategy, run_ranks
-from distwrap.testing.behaviours import BEHAVIOURS
+from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
 from tests.accelerator.marks import in_nightly
 from tests.accelerator.test_equality import STEPS, assert_near, data, hidden, net
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
+from tests.conformance.base import check
+from tests.conformance.behaviours import ALL
+from tests.conformance.cells import AGAIN, CELLS
 from tests.slow import slow
-from tests.strategies.conformance import AGAIN, CELLS
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -127,6 +128,6 @@ def test_ways_of_exchange_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) 
 def test_the_suite(strategy: str) -> None:
     """All that a loop does passes, in float32; of strategies that divide it is asked what depends on how they do."""
     (cell,) = (each for each in CELLS if each.name == strategy)
-    asked = set(BEHAVIOURS if strategy == "ddp" else AGAIN) - {"float64", *cell.lacks}
-    passed = check_strategy(cell.strategy, only=asked, refuses=cell.refuses, dtype=torch.float32)
+    asked = set(ALL if strategy == "ddp" else AGAIN) - {"float64", *cell.lacks}
+    passed = check(cell.strategy, 2, asked, cell.refuses, torch.float32)
     assert len(passed) > (70 if strategy == "ddp" else 25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 import distwrap as dw
 from distwrap import FSDPStrategy, Strategy
 from distwrap.options import Options
-from distwrap.testing.behaviours.nets import examples, small
-from distwrap.testing.ranks import Launch
+from distwrap.testing.nets import examples, small
+from distwrap.testing.ranks import launch_ranks
 from tests.checkpoint.test_between_strategies import FORMATS, differences, whole
 
 RUNS: dict[str, tuple[str | Strategy, int]] = {
@@ -60,7 +61,7 @@ def load_all(folder: Path) -> list[str]:
 def test_each_runs_checkpoint_loads_in_each_other(tmp_path: Path) -> None:
     """A model of blocks and AdamW's state, in a file and in parts, on one to four ranks."""
     launches = {
-        name: Launch(Options(timeout=60, returns="all", strategy=strategy), ranks, 110)
+        name: partial(launch_ranks, ranks, Options(timeout=60, returns="all", strategy=strategy), 110)
         for name, (strategy, ranks) in RUNS.items()
     }
     for seed, (name, launch) in enumerate(launches.items()):

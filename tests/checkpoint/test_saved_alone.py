@@ -11,8 +11,8 @@ import distwrap as dw
 from distwrap.checkpoint import meeting
 from distwrap.errors import CheckpointError
 from distwrap.options import Options
-from distwrap.testing.behaviours.nets import examples, small
-from distwrap.testing.ranks import Launch
+from distwrap.testing.nets import examples, small
+from distwrap.testing.ranks import launch_ranks
 from tests.slow import nightly
 
 
@@ -47,6 +47,7 @@ OTHERS = [("zero2", "file", True), ("tp", "file", True), ("fsdp", "sharded", Fal
 def test_a_save_of_one_rank_is_an_error(strategy: str, io: str, goes_on: bool, tmp_path: Path) -> None:
     """Whether the other rank waits in its next step, or has left."""
     where = r"rank 1 is .*:\d+" if goes_on else "rank 1 has left"
+    options = Options(timeout=30, returns="all", strategy=strategy)
     with pytest.raises(CheckpointError, match=where):
-        Launch(Options(timeout=30, returns="all", strategy=strategy), 2, 60)(save_alone, tmp_path, io, goes_on)
+        launch_ranks(2, options, 60, save_alone, tmp_path, io, goes_on)
     assert list(tmp_path.iterdir()) == []

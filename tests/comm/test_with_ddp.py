@@ -34,9 +34,9 @@ from distwrap import (
     wrap_optimizer,
 )
 from distwrap.comm import AllReduce, Averager, Bucket, GradientAlgorithm, Link, traffic
-from distwrap.comm.exchange import RunExchanges
 from distwrap.comm.gradients import GradientExchange
 from distwrap.comm.residuals import Residuals
+from distwrap.comm.weights import WeightExchanges
 from distwrap.errors import CollectiveTimeoutError, ModelError, OptionError, WorkerDiedError
 from distwrap.group.world import World, current_world, rank, world_size
 from distwrap.model.distributed import DistributedModel
@@ -383,7 +383,7 @@ def _several() -> tuple[int, int, int]:
     last, _ = prepared("bytegrad")  # ends what is left of the others
     before += len(last._distwrap.exchange._groups)
     dist.barrier()  # nobody leaves while another one is still making the group
-    return threading.active_count() - threads, groups() - before, len(current_world().part(RunExchanges).of_weights)
+    return threading.active_count() - threads, groups() - before, len(current_world().part(WeightExchanges).known)
 
 
 @pytest.mark.slow("runs all algorithms in turns")

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 from distwrap import retrofit
 from distwrap.data.indices import batch_count
-from distwrap.testing.behaviours.gradients import SMALL_NORM, counted, windows
-from distwrap.testing.behaviours.nets import OUTPUTS, ROWS, WIDTH, SmallNet, examples, small
-from distwrap.testing.behaviours.sides import HALVES, OneProcess, Trial
+from distwrap.testing.behaviours import SMALL_NORM, counted, windows
+from distwrap.testing.nets import OUTPUTS, ROWS, WIDTH, SmallNet, examples, small
+from distwrap.testing.sides import HALVES, OneProcess, Trial
 from tests.equality.rows import Row
 
 EPOCHS, BATCHES = 2, 4

@@ -11,11 +11,11 @@ import torch
 import distwrap as dw
 from distwrap.environments import Placement
 from distwrap.group.world import Layout, World, current_world
-from distwrap.testing.behaviours.base import Behaviour
-from distwrap.testing.behaviours.precisions import BF16_TOLERANCE, FP16_TOLERANCE
-from distwrap.testing.behaviours.sides import Trial
-from distwrap.testing.on_ranks import perform
+from distwrap.testing.behaviours import FP16_TOLERANCE
+from distwrap.testing.sides import Trial
+from tests.conformance.precisions import BF16_TOLERANCE
 from tests.equality.loops import LOOPS
+from tests.equality.on_ranks import perform
 from tests.equality.rows import STRATEGIES, Row, group
 
 LIMIT = 60.0  # seconds, as a guard
@@ -27,7 +27,7 @@ def train(rows: list[Row], folder: Path) -> None:
     """Train each row, and write how it went."""
     placement = current_world().placement
     try:
-        perform({str(row): Behaviour(partial(_as_one_process, row, placement)) for row in rows}, folder, LIMIT)
+        perform({str(row): partial(_as_one_process, row, placement) for row in rows}, folder, LIMIT)
     finally:
         _put_under(current_world(), "ddp", placement)
 

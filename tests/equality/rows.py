@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from distwrap import FSDPStrategy, Strategy
+from tests.conformance.cells import NodesOfOne
 from tests.equality.pairs import Pair, covering_rows
-from tests.strategies.conformance import NodesOfOne
 
 STRATEGIES: dict[str, str | Strategy] = {
     "ddp": "ddp",

@@ -12,8 +12,8 @@ import pytest
 
 import distwrap as dw
 from distwrap.testing import run_ranks
-from distwrap.testing.on_ranks import Verdict, verdicts
 from tests.equality import program
+from tests.equality.on_ranks import verdicts
 from tests.equality.pairs import allowed_pairs, covering_rows
 from tests.equality.rows import DIMENSIONS, FORBIDDEN, LAUNCHES, RANKS, ROWS, Row, group
 from tests.forked_commands import forked_commands
@@ -25,7 +25,7 @@ FROM_TWO = [row for row in ROWS if row.launch == "forkserver"]
 
 
 @functools.cache
-def trained(launch: str, is_fast: bool) -> tuple[dict[Row, list[Verdict]], str]:
+def trained(launch: str, is_fast: bool) -> tuple[dict[Row, list[str]], str]:
     """Train the rows of a launch; return how each went on each rank, and how the launch failed, if it did."""
     rows, failure = group(launch, is_fast), ""
     with tempfile.TemporaryDirectory(prefix="distwrap-equality-") as folder:
@@ -33,7 +33,7 @@ def trained(launch: str, is_fast: bool) -> tuple[dict[Row, list[Verdict]], str]:
             _launch(launch, is_fast, Path(folder))
         except Exception as error:  # noqa: BLE001 - the rows that it leaves out have it
             failure = f"{type(error).__name__}: {error}"
-        return {row: list(verdicts(Path(folder), str(row)).values()) for row in rows}, failure
+        return {row: verdicts(Path(folder), str(row)) for row in rows}, failure
 
 
 def _launch(launch: str, is_fast: bool, folder: Path) -> None:
@@ -51,7 +51,7 @@ def _launch(launch: str, is_fast: bool, folder: Path) -> None:
 
 def of_its_tier(row: Row) -> Any:
     if row.launch == "four ranks":
-        return nightly(row, row="products", why="tests/strategies/test_conformance.py, by the hearts of both")
+        return nightly(row, row="products", why="tests/conformance/test_conformance.py, by the hearts of both")
     return row if row.is_fast else slow(row, why="every pair of what may stand together")
 
 
@@ -60,7 +60,7 @@ def of_its_tier(row: Row) -> Any:
 def test_weights_are_those_of_one_process(row: Row) -> None:
     """After two epochs."""
     found, failure = trained(row.launch, row.is_fast)
-    assert [verdict for verdict in found[row] if verdict.how != "passed"] == []
+    assert [words for words in found[row] if words] == []
     assert len(found[row]) == RANKS.get(row.launch, 2), failure
 
 
@@ -71,9 +71,7 @@ def test_weights_are_those_of_one_process(row: Row) -> None:
 def test_more_ranks(nprocs: int, tmp_path: Path) -> None:
     """The rows of two warm ranks again."""
     run_ranks(program.train, nprocs, FROM_TWO, tmp_path, timeout=250)
-    wrong = {
-        str(row): each for row in FROM_TWO for each in verdicts(tmp_path, str(row)).values() if each.how != "passed"
-    }
+    wrong = {str(row): each for row in FROM_TWO for each in verdicts(tmp_path, str(row)) if each}
     assert wrong == {}
     assert all(len(verdicts(tmp_path, str(row))) == nprocs for row in FROM_TWO)
 

@@ -92,7 +92,7 @@ def test_many_tensors_and_objects() -> None:
     assert run_ranks(on_rank, 2, timeout=110) == [OBJECTS] * 2
 
 
-@pytest.mark.nightly(row="long", why="strategies/test_conformance.py, with few of them")
+@pytest.mark.nightly(row="long", why="conformance/test_conformance.py, with few of them")
 def test_a_model_of_a_thousand_parameters() -> None:
     """It is wrapped, trained and compared."""
 

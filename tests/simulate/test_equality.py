@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from distwrap.testing import simulate
-from distwrap.testing.on_ranks import verdicts
 from tests.comm import test_gradient_algorithms as gradients, test_weight_algorithms as weights
 from tests.equality import program
+from tests.equality.on_ranks import verdicts
 from tests.equality.rows import ROWS
 from tests.slow import nightly, slow
 
@@ -33,7 +33,7 @@ def test_weights_are_those_of_one_process(nprocs: int, is_fast: bool, tmp_path: 
     rows = [row for row in ROWS_OF_RANKS if row.is_fast or not is_fast]
     rows = [row for row in rows if nprocs >= 4 or row.launch != "four ranks"]
     simulate(program.train, nprocs, rows, tmp_path)
-    wrong = {str(row): each.words for row in rows for each in verdicts(tmp_path, str(row)).values() if each.words}
+    wrong = {str(row): each for row in rows for each in verdicts(tmp_path, str(row)) if each}
     assert wrong == {}
     assert [len(verdicts(tmp_path, str(row))) for row in rows] == [nprocs] * len(rows)
 

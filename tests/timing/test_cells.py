@@ -18,12 +18,13 @@ from distwrap.group.world import current_world
 from distwrap.options import Options
 from distwrap.strategies.shards import local
 from distwrap.testing import run_ranks
-from distwrap.testing.ranks import Launch
+from distwrap.testing.ranks import launch_ranks
 from tests.measuring import measured_again
 from tests.slow import nightly, slow
 
 LONG, STEPS, WIDTH = 0.1, 4, 12
 SAME = "the same wait as in other cells"
+RUN = Options(timeout=60, returns="all")
 
 
 class Feed(nn.Module):
@@ -147,9 +148,9 @@ CELLS = [
 def test_a_slow_rank_under_strategies(options: dict[str, Any], place: str, style: str) -> None:
     """It is named, with what it does, also where the others wait for it within a forward or a backward."""
     options = dict(options)
-    launch = Launch(Options(timeout=60, returns="all"), options.pop("nprocs", 2), 60)
+    nprocs = options.pop("nprocs", 2)
     statistics = "ddp" in str(options)
-    for is_same, shares, found in launch(reported, style, place, statistics, **options):
+    for is_same, shares, found in launch_ranks(nprocs, RUN.updated(options), 60, reported, style, place, statistics):
         assert is_same
         assert found["steps"] == STEPS - 1
         windows = 2 if style == "windows" else 1
@@ -201,6 +202,6 @@ def test_waits_of_other_kinds(loop: Any, rank: int, part: str) -> None:
 @pytest.mark.slow("measures loops of some seconds")
 @measured_again
 def test_a_slow_rank_in_other_precisions(precision: str) -> None:
-    launch = Launch(Options(timeout=60, returns="all"), 2, 60)
-    for _, _, found in launch(reported, "loader", "forward", False, precision=precision):
+    options = RUN.updated({"precision": precision})
+    for _, _, found in launch_ranks(2, options, 60, reported, "loader", "forward", False):
         assert (found["lags"][0]["ranks"], found["lags"][0]["part"]) == ([1], "forward")

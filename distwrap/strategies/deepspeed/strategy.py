@@ -24,10 +24,9 @@ from distwrap.model.wrapped_models import held_by_all
 from distwrap.options import Options
 from distwrap.packages import require_package
 from distwrap.precision import InPrecision, Precision
-from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
 from distwrap.strategies.deepspeed import abilities, config as configuration
 from distwrap.strategies.optimizer_share import refuse_sparse
-from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
 from distwrap.strategies.single import local, on_device
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,39 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from distwrap._internals.torch_autograd import saving_hooks
+from distwrap._internals.torch_autograd import in_backward, saving_hooks
 from distwrap.devices.generators import generators_kept
 from distwrap.errors import ModelError
 from distwrap.model.watch import is_power_of_two
 from distwrap.seeding import mix
 
-if TYPE_CHECKING:
-    from distwrap.strategies.fsdp.styles import Running
-
 _MARK = "_distwrap_is_piece"
 _SEEDS = 2**62
 _BY_NUMBER = (F.dropout, F.alpha_dropout)
 _BY_CHANNEL = (F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
+
+
+class Running:
+    """Count of running forwards; only inside of them modules see their parameters as plain tensors of this rank.
+
+    Attributes:
+        known: while a model is divided: old and new parameters by the old one's id.
+        inside: the running forward of a divided block, which a recomputation enters again.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.inside: Pieces | None = None
+        self.known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+    def __bool__(self) -> bool:
+        return self.depth > 0 or in_backward()  # for recomputed activations
 
 
 class Pieces(TorchFunctionMode):

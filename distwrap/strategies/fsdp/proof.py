@@ -21,7 +21,8 @@ from distwrap.devices.generators import generators_kept
 from distwrap.errors import ModelError
 from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.strategies import shards
-from distwrap.strategies.fsdp.styles import Running, spread, summed_of
+from distwrap.strategies.fsdp.pieces import Running
+from distwrap.strategies.fsdp.styles import spread, summed_of
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _SMALL = 1e-2  # of the largest gradient: smaller ones may be mere rounding, and are compared with this

@@ -23,7 +23,7 @@ from distwrap.model.empty import drawn_seed, fill
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
 from distwrap.strategies.adoption import Adoption, Replacement
-from distwrap.strategies.base import Wrapping
+from distwrap.strategies.base import Wrapping, take_rank_zero_weights
 from distwrap.strategies.divided_tensors import DividedTensors
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
@@ -33,7 +33,6 @@ from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types
 from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.optimizer_share import refuse_sparse
-from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
 from distwrap.versions import FSDP_ON_CPU_SINCE, require_torch
 
 if TYPE_CHECKING:

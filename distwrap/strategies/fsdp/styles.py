@@ -18,35 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters, shard_in_pieces
 from distwrap.strategies.fsdp.attention import attend
-from distwrap.strategies.fsdp.pieces import Pieces, unmark
+from distwrap.strategies.fsdp.pieces import Running, unmark
 
 _LOCAL = "_distwrap_local"
-
-
-class Running:
-    """Count of running forwards; only inside of them modules see their parameters as plain tensors of this rank.
-
-    Attributes:
-        known: while a model is divided: old and new parameters by the old one's id.
-        inside: the running forward of a divided block, which a recomputation enters again.
-    """
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.inside: Pieces | None = None
-        self.known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-
-    def __bool__(self) -> bool:
-        return self.depth > 0 or in_backward()  # for recomputed activations
 
 
 def style_of(word: str, running: Running, *, by_sequence: bool = False) -> ParallelStyle:

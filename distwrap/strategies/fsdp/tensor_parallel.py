@@ -23,7 +23,7 @@ from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.strategies import shards
-from distwrap.strategies.fsdp.pieces import CommonNumbers, Pieces, mark, may_draw
+from distwrap.strategies.fsdp.pieces import CommonNumbers, Pieces, Running, mark, may_draw
 from distwrap.strategies.fsdp.plan_words import Plan
 from distwrap.strategies.fsdp.plans import (
     Cuts,
@@ -36,7 +36,7 @@ from distwrap.strategies.fsdp.plans import (
     unit_of,
 )
 from distwrap.strategies.fsdp.proof import Proof, Twins, add_summed, trial_inputs, trial_numbers
-from distwrap.strategies.fsdp.styles import Running, cut_along, put_together, style_of, summed_of
+from distwrap.strategies.fsdp.styles import cut_along, put_together, style_of, summed_of
 
 silence_redistribution()
 

@@ -23,12 +23,11 @@ from distwrap.model.distributed import LocalModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
 from distwrap.packages import require_package
-from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
 from distwrap.strategies.hivemind.optimizer import Collaborations
 from distwrap.strategies.hivemind.options import HivemindOptions
 from distwrap.strategies.hivemind.peers import Peers
 from distwrap.strategies.optimizer_share import refuse_sparse
-from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
 
 _PRECISIONS = ("32", "bf16")
 

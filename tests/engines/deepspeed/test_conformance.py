@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from distwrap.strategies.deepspeed import DeepSpeedStrategy
-from distwrap.testing import check_strategy
+from tests.conformance.base import check
+from tests.conformance.behaviours import ALL
+from tests.conformance.cells import AGAIN, GUESSED
 from tests.engines.deepspeed.cells import DTYPE, refuses
-from tests.strategies.conformance import AGAIN
 
 
 @pytest.mark.timeout(600)  # a guard, of what takes a minute
@@ -16,9 +17,8 @@ from tests.strategies.conformance import AGAIN
 def test_it_conforms(stage: int, nprocs: int) -> None:
     """Every stage on two ranks, and on three what depends on how tensors fall into shares."""
     strategy = DeepSpeedStrategy(stage=stage)
-    only = None if nprocs == 2 else AGAIN
-    refused = [name for name in refuses(stage) if only is None or name in only]
-    check_strategy(strategy, nprocs, dtype=DTYPE, refuses=refused, only=only)
+    asked = ALL - {*GUESSED} if nprocs == 2 else AGAIN  # an engine has the optimizer, and steps a copy of the weights
+    check(strategy, nprocs, asked, refuses(stage), DTYPE)
 
 
 @pytest.mark.timeout(600)
@@ -27,4 +27,4 @@ def test_it_conforms_with_offload(stage: int) -> None:
     """With what the engine offloads on the CPU; a window's gradients cannot be rescaled where they are offloaded."""
     refused = {*refuses(stage), "scale_loss_over_windows", "gradients_are_averaged"}
     only = {*AGAIN, "sgd_with_momentum", "clip_in_optimizer_step", *refused}
-    check_strategy(DeepSpeedStrategy(stage=stage, offload="cpu"), dtype=DTYPE, refuses=refused & only, only=only)
+    check(DeepSpeedStrategy(stage=stage, offload="cpu"), 2, only, refused, DTYPE)

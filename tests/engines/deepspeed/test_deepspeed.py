@@ -16,7 +16,7 @@ import distwrap as dw
 from distwrap.errors import CheckpointError, ModelError
 from distwrap.options import Options
 from distwrap.strategies.deepspeed import DeepSpeedStrategy
-from distwrap.testing.ranks import Launch
+from distwrap.testing.ranks import launch_ranks
 from tests.strategies.blocks import Language, RMSNorm, texts
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -81,7 +81,7 @@ def one_process(steps: int = 4) -> dict[str, torch.Tensor]:
 def launch(strategy: DeepSpeedStrategy, fn: Any, *args: Any, nprocs: int = 2, **options: Any) -> list[Any]:
     """Run a function on ranks under a strategy, and return all ranks' values."""
     chosen = Options().updated({"strategy": strategy, "returns": "all", "timeout": 60, **options})
-    return Launch(chosen, nprocs, 120)(fn, *args)
+    return launch_ranks(nprocs, chosen, 120, fn, *args)
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

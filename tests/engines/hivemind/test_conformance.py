@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from distwrap.strategies.hivemind import HivemindStrategy
-from distwrap.testing import check_strategy
+from tests.conformance.base import check
 
 HOLDS = (
     "an_exception_ends_all_ranks",
@@ -46,4 +46,4 @@ def test_it_conforms() -> None:
     """On two ranks, in float32, in which peers average."""
     strategy = HivemindStrategy(batch_size=1, matchmaking_seconds=0.5, averaging_seconds=5.0)
     only = {*HOLDS, *REFUSES}
-    check_strategy(strategy, dtype=torch.float32, only=only, refuses=REFUSES)
+    check(strategy, 2, only, REFUSES, torch.float32)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,9 +12,17 @@ from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
 from distwrap.model import unwrap_model
 from distwrap.strategies import wrap_model
-from distwrap.testing.behaviours.base import behaviour
-from distwrap.testing.behaviours.nets import BLOCKS, WIDTH, SmallNet, small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, compare, epoch, fit, sgd
+from distwrap.testing.nets import BLOCKS, WIDTH, SmallNet, small
+from distwrap.testing.sides import OneProcess, Trial, compare, epoch, fit, sgd
+from tests.conformance.base import behaviour
+
+
+class DescribedNet(SmallNet):
+    """Net with a method that runs no forward."""
+
+    def describe(self) -> str:
+        """Return a few words on the net."""
+        return f"{len(self.blocks)} blocks, scale {self.scale}"
 
 
 @behaviour()
@@ -21,7 +30,7 @@ def attributes(trial: Trial) -> None:
     """Read, set and call the user's attributes on the wrapped model; what is set counts in the loss."""
 
     def loop(side: OneProcess) -> Any:
-        model = side.wrap(small())
+        model = side.wrap(small(DescribedNet))
         assert model.scale == 1.0
         model.scale = 3.0
         model.note = "mine"
@@ -29,6 +38,53 @@ def attributes(trial: Trial) -> None:
         assert (net.note, net.scale) == ("mine", 3.0)
         assert model.describe() == f"{BLOCKS} blocks, scale 3.0"
         return fit(side, model=model, epochs=1)
+
+    trial.same(loop)
+
+
+class MeteredNet(SmallNet):
+    """Net whose methods call an object of the user's once a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs."""
+        self.calls["forward"] += 1
+        return super().forward(x)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the mean squared error."""
+        self.calls["loss"] += 1
+        return super().loss(x, y)
+
+
+class MeteredSGD(torch.optim.SGD):
+    """SGD whose step calls an object of the user's too."""
+
+    def __init__(self, parameters: Any, calls: Counter[str]) -> None:
+        self.calls = calls
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step."""
+        self.calls["step"] += 1
+        return super().step(closure)
+
+
+@behaviour()
+def the_users_code_runs_once_a_call(trial: Trial) -> None:
+    """Run a loss method, a forward and an optimizer's step exactly as often as the loop calls them."""
+
+    def loop(side: OneProcess) -> Any:
+        net = small(MeteredNet)
+        model = side.wrap(net)
+        optimizer = side.prepare(MeteredSGD(model.parameters(), net.calls))
+        epoch(side, model, optimizer)
+        with torch.no_grad():
+            model.eval()(next(side.batches())[0])
+        return dict(net.calls)
 
     trial.same(loop)
 
@@ -201,16 +257,6 @@ def evaluation_under_inference_mode(trial: Trial) -> None:
         return side.weights(model), outputs.clone()
 
     trial.same(loop)
-
-
-@behaviour(may_refuse=True)
-def uneven_evaluation(trial: Trial) -> None:
-    """Evaluate more batches on one share than on another, or refuse by name; never hang."""
-    model = trial.wrap(small()).eval()
-    x, _ = next(trial.alone.batches())
-    with torch.no_grad():
-        for _ in range(1 + trial.rank):
-            compare(model(x), small()(x))
 
 
 @behaviour(may_refuse=True)

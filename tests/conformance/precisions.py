@@ -4,16 +4,12 @@ from typing import Any
 
 import torch
 
-from distwrap.testing.behaviours.base import behaviour
-from distwrap.testing.behaviours.nets import small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, compare, fit, sgd
+from distwrap.testing.behaviours import FP16_SCALE, FP16_TOLERANCE
+from distwrap.testing.nets import small
+from distwrap.testing.sides import OneProcess, Trial, compare, fit, sgd
+from tests.conformance.base import behaviour
 
-# Of weights in float32 after six steps at a rate of 0.1, whose gradients are sums of rows that were rounded to 8 or 11
-# bits, and that each rank adds up for itself.
-BF16_TOLERANCE, FP16_TOLERANCE = 1e-2, 2e-3
-
-# Of losses in float16, so that no gradient of one share overflows at torch's first scale of 65536.
-_SCALE = 0.1
+BF16_TOLERANCE = 1e-2  # as FP16_TOLERANCE, of rows that were rounded to 8 bits
 
 
 @behaviour()
@@ -41,29 +37,7 @@ def fp16(trial: Trial) -> None:
     """Train in float16 with scaled losses."""
 
     def loop(side: OneProcess) -> Any:
-        return fit(side, model=side.wrap(small(dtype=torch.float32, scale=_SCALE)), dtype=torch.float32)
-
-    trial.same(loop, precision="fp16", tolerance=FP16_TOLERANCE)
-
-
-@behaviour()
-def fp16_overflow(trial: Trial) -> None:
-    """Skip the step on all ranks where the gradients of one share overflow, and halve the scale."""
-
-    def loop(side: OneProcess) -> Any:
-        model = side.wrap(small(dtype=torch.float32, scale=_SCALE))
-        optimizer = side.prepare(sgd(model.parameters()))
-        taken = []
-        for index, whole in enumerate(side.alone.batches(4, torch.float32)):
-            x, y = whole[0].clone(), whole[1]
-            if index == 1:
-                x[0] = 1e6  # a row of share 0 alone
-            with side.autocast():
-                loss = model.loss(side.share(x), side.share(y))
-            side.backward(loss)
-            taken.append(bool(side.step(optimizer)))
-            optimizer.zero_grad()
-        return side.weights(model), taken
+        return fit(side, model=side.wrap(small(dtype=torch.float32, scale=FP16_SCALE)), dtype=torch.float32)
 
     trial.same(loop, precision="fp16", tolerance=FP16_TOLERANCE)
 
@@ -73,7 +47,7 @@ def fp16_clip(trial: Trial) -> None:
     """Clip gradients in float16 after their scale is off."""
 
     def loop(side: OneProcess) -> Any:
-        model = side.wrap(small(dtype=torch.float32, scale=_SCALE))
+        model = side.wrap(small(dtype=torch.float32, scale=FP16_SCALE))
         optimizer = side.prepare(sgd(model.parameters()))
         for x, y in side.batches(dtype=torch.float32):
             with side.autocast():

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from distwrap.testing.behaviours.base import behaviour
-from distwrap.testing.behaviours.nets import OUTPUTS, WIDTH, SmallNet, small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, compare, epoch, fit, sgd
+from distwrap.testing.nets import OUTPUTS, WIDTH, SmallNet, small
+from distwrap.testing.sides import OneProcess, Trial, compare, epoch, fit, sgd
+from tests.conformance.base import behaviour
 
 
 @behaviour()

@@ -10,9 +10,11 @@ from distwrap.checkpoint.resume import resume_from, run_state
 from distwrap.group.collectives import barrier
 from distwrap.group.world import is_rank_zero
 from distwrap.model.state_dict import add_module_prefix
-from distwrap.testing.behaviours.base import behaviour
-from distwrap.testing.behaviours.nets import small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, compare, epoch, fit
+from distwrap.model.wrapped_models import bound_strategy
+from distwrap.testing.behaviours import goes_on_alone, trained
+from distwrap.testing.nets import small
+from distwrap.testing.sides import OneProcess, Trial, adamw, compare, epoch, fit
+from tests.conformance.base import behaviour
 
 
 @behaviour()
@@ -44,63 +46,33 @@ def load_plain_keys(trial: Trial) -> None:
 @behaviour()
 def load_prefixed_keys(trial: Trial) -> None:
     """Load a state dict whose keys begin with ``module.``, as others' wrappers write them."""
-    if not trial.several:
+    if trial.world.placement.world_size == 1:
         return  # the model is the user's own
     model = trial.wrap(small())
     model.load_state_dict(add_module_prefix(small(seed=6).state_dict()))
     compare(trial.weights(model), dict(small(seed=6).state_dict()))
 
 
-def _trained(side: OneProcess, seed: int = 5, epochs: int = 1) -> tuple[Any, Any]:
-    """Return a model and its AdamW after some epochs."""
-    model = side.wrap(small(seed=seed))
-    optimizer = side.prepare(adamw(model.parameters()))
-    for _ in range(epochs):
-        epoch(side, model, optimizer)
-    return model, optimizer
-
-
-def _two_epochs(trial: Trial) -> Any:
-    return fit(trial.alone, adamw, epochs=2)
-
-
-def _goes_on_alone(trial: Trial, state: dict[str, Any]) -> None:
-    """Load a state in one process, and train on exactly."""
-    model, optimizer = _trained(trial.alone, seed=6, epochs=0)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    epoch(trial.alone, model, optimizer)
-    compare(dict(model.state_dict()), _two_epochs(trial))
-
-
-@behaviour()
-def saved_for_one_process(trial: Trial) -> None:
-    """Save on all ranks; one process loads the file with torch alone, and trains on exactly."""
-    model, optimizer = _trained(trial)
-    save({"model": model, "optimizer": optimizer}, trial.folder / "state.pt")
-    _goes_on_alone(trial, torch.load(trial.folder / "state.pt", weights_only=True))
-
-
 @behaviour()
 def loaded_from_one_process(trial: Trial) -> None:
     """Load what one process has saved with torch alone, and train on exactly."""
-    plain, plains = _trained(trial.alone)
+    plain, plains = trained(trial.alone)
     if is_rank_zero():
         torch.save({"model": plain.state_dict(), "optimizer": plains.state_dict()}, trial.folder / "plain.pt")
     barrier()
-    model, optimizer = _trained(trial, seed=6, epochs=0)
+    model, optimizer = trained(trial, seed=6, epochs=0)
     load(trial.folder / "plain.pt", into={"model": model, "optimizer": optimizer})
     epoch(trial, model, optimizer)
-    compare(trial.weights(model), _two_epochs(trial))
+    compare(trial.weights(model), fit(trial.alone, adamw, epochs=2))
 
 
 def _resumed(trial: Trial, path: Path, **how: Any) -> Any:
     """Return the weights of a run that was saved after an epoch, and went on in a new model that had trained."""
-    model, optimizer = _trained(trial)
+    model, optimizer = trained(trial)
     save({"model": model, "optimizer": optimizer}, path, **how)
     if how.get("background"):
         wait_for_saves()
-    model, optimizer = _trained(trial, seed=6)
+    model, optimizer = trained(trial, seed=6)
     load(path, into={"model": model, "optimizer": optimizer})
     epoch(trial, model, optimizer)
     return trial.weights(model)
@@ -109,27 +81,21 @@ def _resumed(trial: Trial, path: Path, **how: Any) -> Any:
 @behaviour()
 def resume_exactly(trial: Trial) -> None:
     """Save model and optimizer, load them into others, and train on exactly."""
-    compare(_resumed(trial, trial.folder / "state.pt"), _two_epochs(trial))
-
-
-@behaviour()
-def resume_from_parts(trial: Trial) -> None:
-    """Save in parts, ``io="sharded"``, load, and train on exactly."""
-    compare(_resumed(trial, trial.folder / "parts", io="sharded"), _two_epochs(trial))
+    compare(_resumed(trial, trial.folder / "state.pt"), fit(trial.alone, adamw, epochs=2))
 
 
 @behaviour()
 def parts_are_whole_again(trial: Trial) -> None:
     """Read a checkpoint in parts as the full state, which one process loads."""
-    model, optimizer = _trained(trial)
+    model, optimizer = trained(trial)
     save({"model": model, "optimizer": optimizer}, trial.folder / "parts", io="sharded")
-    _goes_on_alone(trial, load(trial.folder / "parts"))
+    goes_on_alone(trial, load(trial.folder / "parts"))
 
 
 @behaviour()
 def resume_from_the_background(trial: Trial) -> None:
     """Save in the background, load, and train on exactly."""
-    compare(_resumed(trial, trial.folder / "state.pt", background=True), _two_epochs(trial))
+    compare(_resumed(trial, trial.folder / "state.pt", background=True), fit(trial.alone, adamw, epochs=2))
 
 
 @behaviour()
@@ -137,8 +103,11 @@ def optimizer_state_is_the_plain_one(trial: Trial) -> None:
     """Return the full state of an optimizer as one process would have it."""
 
     def loop(side: OneProcess) -> Any:
-        model, optimizer = _trained(side)
-        found = side.optimizer_state(optimizer)
+        model, optimizer = trained(side)
+        if isinstance(side, Trial):
+            found = (bound_strategy(optimizer) or side.strategy).state(optimizer, everywhere=True)
+        else:
+            found = optimizer.state_dict()
         return found["state"], [group["params"] for group in found["param_groups"]], side.weights(model)
 
     trial.same(loop)
@@ -149,7 +118,7 @@ def state_of_the_run(trial: Trial) -> None:
     """Save `run_state`, a scheduler and the loop's own numbers, and take them up by `resume_from`."""
 
     def parts(seed: int) -> dict[str, Any]:
-        model, optimizer = _trained(trial, seed=seed, epochs=0)
+        model, optimizer = trained(trial, seed=seed, epochs=0)
         rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         return {"model": model, "optimizer": optimizer, "rates": rates, "run": run_state()}
 

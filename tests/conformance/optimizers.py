@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from distwrap.strategies.steps import optimizer_step
-from distwrap.testing.behaviours.base import behaviour
-from distwrap.testing.behaviours.nets import small
-from distwrap.testing.behaviours.sides import ROUNDED, OneProcess, Trial, adamw, epoch, fit, sgd
+from distwrap.testing.nets import TOLERANCES, small
+from distwrap.testing.sides import OneProcess, Trial, adamw, epoch, fit, sgd
+from tests.conformance.base import behaviour
 
 
 @behaviour()
@@ -17,15 +17,9 @@ def sgd_with_momentum(trial: Trial) -> None:
 
 
 @behaviour()
-def adamw_in_float64(trial: Trial) -> None:
-    """Train by AdamW over three epochs, as one process does."""
-    trial.same(lambda side: fit(side, adamw))
-
-
-@behaviour()
 def sgd_in_float32(trial: Trial) -> None:
     """Train in float32 over three epochs, as one process does."""
-    trial.same(lambda side: fit(side, dtype=torch.float32), tolerance=ROUNDED)
+    trial.same(lambda side: fit(side, dtype=torch.float32), tolerance=TOLERANCES[torch.float32])
 
 
 @behaviour()
@@ -47,6 +41,31 @@ def lbfgs(trial: Trial) -> None:
         return side.weights(model)
 
     trial.same(loop)
+
+
+class AveragingSGD(torch.optim.Optimizer):
+    """SGD along averages of the gradients, which are corrected by the count of steps; `state` holds none of it."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.steps = 0
+        self.averages: dict[torch.Tensor, torch.Tensor] = {}
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step."""
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.averages.setdefault(parameter, torch.zeros_like(parameter))
+                average.lerp_(parameter.grad, 0.1)
+                parameter.sub_(average, alpha=group["lr"] / (1 - 0.9**self.steps))
+
+
+@behaviour()
+def state_outside_of_state(trial: Trial) -> None:
+    """Train by an optimizer that keeps what it knows in attributes of its own, and not in ``.state``."""
+    trial.same(lambda side: fit(side, lambda parameters: AveragingSGD(parameters, lr=0.05)))
 
 
 @behaviour()

@@ -1,14 +1,36 @@
-"""Nets and data of the behaviours: blocks that any strategy can divide, in widths that 2, 3 and 4 ranks divide."""
+"""Nets and data of the conformance suite, and the type in which they compute.
 
-from typing import Any
+The nets are blocks that any strategy can divide, in widths that 2, 3 and 4 ranks divide.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from distwrap.testing.exactness import exact_type
-
 INPUTS, WIDTH, OUTPUTS, BLOCKS = 6, 12, 3, 4
 ROWS = 8  # of a share's batch
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+R = TypeVar("R")
+
+_dtype = torch.float64
+
+
+def computing_in(dtype: torch.dtype, fn: Callable[..., R], *args: object) -> R:
+    """Call a function in which nets and data are of another type."""
+    global _dtype
+    before, _dtype = _dtype, dtype
+    try:
+        return fn(*args)
+    finally:
+        _dtype = before
+
+
+def tolerance() -> float:
+    """Return by how much numbers in that type may differ from one process's."""
+    return TOLERANCES[_dtype]
 
 
 class SmallBlock(nn.Module):
@@ -58,21 +80,14 @@ class SmallNet(nn.Module):
         errors: torch.Tensor = (self(x) - y).square().mean(1, keepdim=True)
         return (errors * keep).sum()
 
-    def describe(self) -> str:
-        """Return a few words on the net, without a forward."""
-        return f"{len(self.blocks)} blocks, scale {self.scale}"
-
 
 def small(
     kind: type[SmallNet] = SmallNet, *, dtype: torch.dtype | None = None, seed: int = 5, scale: float = 1.0
 ) -> Any:
     """Make a net whose weights are a seed's, and whose loss has a scale."""
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    try:
-        net = kind().to(dtype or exact_type())
-    finally:
-        torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        net = kind().to(dtype or _dtype)
     net.scale = scale
     return net
 
@@ -80,6 +95,5 @@ def small(
 def examples(count: int, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets, always the same ones."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(count, INPUTS, generator=generator, dtype=torch.float64)
-    y = torch.randn(count, OUTPUTS, generator=generator, dtype=torch.float64)
-    return x.to(dtype or exact_type()), y.to(dtype or exact_type())
+    x, y = (torch.randn(count, width, generator=generator, dtype=torch.float64) for width in (INPUTS, OUTPUTS))
+    return x.to(dtype or _dtype), y.to(dtype or _dtype)

@@ -9,14 +9,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distwrap.group.world import current_world
-from distwrap.testing.behaviours.base import behaviour
-from distwrap.testing.behaviours.nets import SmallNet, examples, small
-from distwrap.testing.behaviours.sides import Trial, adamw, compare, fit
-from distwrap.testing.ranks import Launch
+from distwrap.testing.nets import SmallNet, examples, small
+from distwrap.testing.sides import Trial, adamw, compare, fit
+from tests.conformance.base import behaviour
 
 
 @behaviour(launches=True)
-def retrofit(launch: Launch) -> None:
+def retrofit(launch: Callable[..., list[Any]]) -> None:
     """Train a loop that knows nothing of distwrap; the caller's model and optimizer have what was trained."""
 
     def trained(run: Callable[..., Any], share: int) -> Any:
@@ -43,7 +42,7 @@ def _plain_loop(model: Any, optimizer: Any, loader: Any) -> None:
 
 
 @behaviour(launches=True)
-def one_process(launch: Launch) -> None:
+def one_process(launch: Callable[..., list[Any]]) -> None:
     """Run the same script on one process: every helper is a plain call."""
     launch(_in_one_process, nprocs=1)
 
@@ -70,7 +69,7 @@ class RaisingNet(SmallNet):
 
 
 @behaviour(launches=True)
-def an_exception_ends_all_ranks(launch: Launch) -> None:
+def an_exception_ends_all_ranks(launch: Callable[..., list[Any]]) -> None:
     """Raise in the caller what a forward has raised on one rank, while the others wait for it."""
     try:
         launch(_raising)

@@ -17,13 +17,12 @@ from torch.optim import Optimizer
 from distwrap.group.collectives import mean
 from distwrap.group.world import World
 from distwrap.model.wrapped_models import bound_strategy, parameters_of
-from distwrap.strategies import Strategy, wrap_model, wrap_optimizer
+from distwrap.strategies import wrap_model, wrap_optimizer
 from distwrap.strategies.steps import Step, backward, optimizer_step
-from distwrap.testing import exactness
-from distwrap.testing.behaviours.nets import ROWS, SmallNet, examples, small
+from distwrap.testing import nets
+from distwrap.testing.nets import ROWS, SmallNet, examples, small
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-EXACT, ROUNDED = exactness.TOLERANCES[torch.float64], exactness.TOLERANCES[torch.float32]
 
 
 class OneProcess:
@@ -100,10 +99,6 @@ class OneProcess:
         """Return the full state of a model, and of an optimizer as well."""
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer."""
-        return optimizer.state_dict()
-
 
 class Trial(OneProcess):
     """Tools of a behaviour on one rank: the loop's side under the strategy, and what compares it with one process.
@@ -120,13 +115,8 @@ class Trial(OneProcess):
     def __init__(self, world: World, folder: Path, precision: str = "32") -> None:
         super().__init__(world.layout.size, precision)
         self.world, self.folder = world, folder
-        self.strategy: Strategy = world.strategy
+        self.strategy = world.strategy
         self.rank, self.size = world.layout.rank, world.layout.size
-
-    @property
-    def several(self) -> bool:
-        """Whether there is more than one rank, of however many shares."""
-        return self.world.placement.world_size > 1
 
     def share(self, whole: torch.Tensor) -> torch.Tensor:
         return super().share(whole).to(self.world.device)
@@ -160,9 +150,6 @@ class Trial(OneProcess):
         state = strategy.state(model, everywhere=True)
         return {name: value.clone() for name, value in state.items()}
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return (bound_strategy(optimizer) or self.strategy).state(optimizer, everywhere=True)
-
     def same(self, loop: Callable[[Any], Any], *, precision: str = "32", tolerance: float | None = None) -> None:
         """Run a loop on both sides, and compare what they return."""
         expected = loop(OneProcess(self.shares, precision))  # first: nobody watches optimizers yet
@@ -171,7 +158,7 @@ class Trial(OneProcess):
 
 def compare(found: Any, expected: Any, *, tolerance: float | None = None) -> None:
     """Raise where two nestings of tensors and numbers, on whatever devices, differ in structure, shape, or a number."""
-    atol = exactness.tolerance() if tolerance is None else tolerance
+    atol = nets.tolerance() if tolerance is None else tolerance
     torch.testing.assert_close(found, expected, rtol=0, atol=atol, check_device=False)
 
 

@@ -12,11 +12,11 @@ from distwrap.group.collectives import agree, broadcast, gather_object, mean, re
 from distwrap.group.gathering import gather
 from distwrap.group.world import rank
 from distwrap.model import assert_in_sync
-from distwrap.model.wrapped_models import bound_strategy
 from distwrap.seeding import seed_everything
-from distwrap.testing.behaviours.base import behaviour
-from distwrap.testing.behaviours.nets import SmallNet, examples, small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, compare, epoch, sgd
+from distwrap.testing.behaviours import by_share
+from distwrap.testing.nets import SmallNet, examples, small
+from distwrap.testing.sides import OneProcess, Trial, adamw, compare, sgd
+from tests.conformance.base import behaviour
 
 
 @behaviour()
@@ -40,17 +40,6 @@ def objects_go_by_rank(trial: Trial) -> None:
     assert broadcast(rank(), src=ranks[-1]) == ranks[-1]
     assert agree(rank() == ranks[-1])
     assert agree(rank() == 0, "all") is (len(ranks) == 1)
-
-
-@behaviour()
-def loaders_go_by_share(trial: Trial) -> None:
-    """Shard a loader by the shares: ranks of one copy take the same batches, and all together take everything."""
-    for shuffle in (False, True):
-        rows = TensorDataset(torch.arange(8 * trial.size))
-        loader = shard_loader(DataLoader(rows, batch_size=4, shuffle=shuffle), seed=1)
-        own = [row for (batch,) in loader for row in batch.tolist()]
-        everything = sorted(row for found in _by_share(trial, own) for row in found)
-        assert everything == list(range(8 * trial.size)), f"the shares have {everything}"
 
 
 @behaviour()
@@ -90,13 +79,13 @@ class NoisyRows(Dataset[torch.Tensor]):
 
 
 @behaviour()
-def noise_goes_by_share(trial: Trial) -> None:
+def noise_goesby_share(trial: Trial) -> None:
     """Draw the same augmentation and the same noise on ranks of one share, and other ones on those of others."""
     seed_everything(7)
     batch = next(iter(shard_loader(DataLoader(NoisyRows(), batch_size=2))))
     seed_everything(7, apart=True)
     drawn = batch.tolist(), torch.rand(2).tolist()
-    for kind, found in zip(("augmentation", "noise"), zip(*_by_share(trial, drawn), strict=True), strict=True):
+    for kind, found in zip(("augmentation", "noise"), zip(*by_share(trial, drawn), strict=True), strict=True):
         assert len(set(map(tuple, found))) == trial.size, f"shares drew the same {kind}: {found}"
 
 
@@ -109,23 +98,15 @@ class DroppingNet(SmallNet):
 
 
 @behaviour()
-def dropout_goes_by_share(trial: Trial) -> None:
+def dropout_goesby_share(trial: Trial) -> None:
     """Drop the same numbers on ranks of one share, and other ones on those of others."""
     model = trial.wrap(small(DroppingNet))
     x, y = next(trial.alone.batches())
     seed_everything(7, apart=True)
     loss = model.loss(x, y)
     trial.backward(loss)
-    found = _by_share(trial, loss.item())
+    found = by_share(trial, loss.item())
     assert len(set(found)) == trial.size, f"shares dropped the same numbers, and their losses are {found}"
-
-
-def _by_share(trial: Trial, own: Any) -> list[Any]:
-    """Return what the ranks of each share have, which must be the same on all of them."""
-    found: dict[int, Any] = {}
-    for share, theirs in gather_object((trial.rank, own)):
-        assert found.setdefault(share, theirs) == theirs, f"ranks of share {share} have {found[share]} and {theirs}"
-    return list(found.values())
 
 
 @behaviour()
@@ -145,18 +126,6 @@ def lockstep_ends_with_the_first(trial: Trial) -> None:
         return side.weights(model), steps
 
     trial.same(loop)
-
-
-@behaviour()
-def ranks_are_in_sync(trial: Trial) -> None:
-    """Prove after training that ranks which hold the same part hold the same numbers."""
-    model = trial.wrap(small())
-    optimizer = trial.prepare(adamw(model.parameters()))
-    epoch(trial, model, optimizer)
-    assert_in_sync(model)
-    strategy = bound_strategy(model) or trial.strategy  # the one that `choose` has taken
-    held = list(strategy.held(model))
-    assert held or strategy.shards, "held() names no tensors, though each rank has the whole model"
 
 
 @behaviour()

@@ -1,0 +1,1 @@
+"""Behaviours of a strategy by theme; importing this package fills their table."""
