@@ -40,12 +40,46 @@ class Collective:
     error: BaseException | None = None
 
 
+@dataclass(eq=False)
+class Message:
+    """Message of a rank.
+
+    Attributes:
+        source: number in the group of the rank that has sent it.
+        tensors: copies of what was sent.
+    """
+
+    source: int
+    tensors: list[Tensor]
+
+
+@dataclass(eq=False)
+class Receipt:
+    """Receiving of a message: it gets the first one that comes from one of some ranks.
+
+    Attributes:
+        sources: numbers of these ranks in the group.
+        message: what was received; ``None`` until then.
+    """
+
+    sources: Sequence[int]
+    message: Message | None = None
+
+
 class Mailbox:
-    """Messages of one rank to another under one tag: the n-th that is awaited is the n-th that was sent."""
+    """Messages to one rank under one tag: the first that is sent goes to the first who can receive it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.sent, self.awaited = list[list[Tensor]](), 0
-        self.taken, self.arrived = Signal(scheduler), Signal(scheduler)
+        self.sent, self.awaited, self.changed = list[Message](), list[Receipt](), Signal(scheduler)
+
+    def match(self) -> None:
+        """Give messages to those who receive them."""
+        for receipt in list(self.awaited):
+            receipt.message = next((each for each in self.sent if each.source in receipt.sources), None)
+            if receipt.message is not None:
+                self.sent.remove(receipt.message)
+                self.awaited.remove(receipt)
+                self.changed.notify_all()
 
 
 class Exchanges:
@@ -55,7 +89,6 @@ class Exchanges:
         self.scheduler = scheduler
         self.collectives: dict[Any, Collective] = {}
         self.mail: defaultdict[Any, Mailbox] = defaultdict(lambda: Mailbox(scheduler))
-        self.any_mail: defaultdict[Any, Signal] = defaultdict(lambda: Signal(scheduler))
 
 
 class SimulatedWork(dist.Work):
@@ -96,21 +129,13 @@ class SimulatedWork(dist.Work):
         future.set_result(self.result())
         return future
 
+    def _source_rank(self) -> int:
+        return self.source
+
     def is_completed(self) -> bool:
         if self._result is None:
             self._signal.scheduler.sleep(0)
         return (self._result is not None or self._has_ended()) and self.wait()
-
-    def is_success(self) -> bool:
-        return self._result is not None
-
-    def exception(self) -> None:
-        return None
-
-    def source_rank(self) -> int:
-        return self.source
-
-    block_current_stream, _source_rank = synchronize, source_rank
 
 
 _ProcessGroup: type[Any] = dist.ProcessGroup  # whose stubs declare other ways to call each method too
@@ -124,24 +149,17 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         rank: this rank's number in the group.
         size: number of ranks in it.
         key: the group, the same on all its ranks, and on no other group of the simulation.
-        name: torch's.
     """
 
-    def __init__(self, exchanges: Exchanges, rank: int, size: int, key: Any, name: str) -> None:
+    def __init__(self, exchanges: Exchanges, rank: int, size: int, key: Any) -> None:
         super().__init__(rank, size)
         self._exchanges, self._rank, self._size, self._key, self._begun = exchanges, rank, size, key, 0
-        self._name, self._description = name, ""
+        self._name = self._description = ""
         self._ranks: list[int] = []  # in the world, which torch knows once the group is made
         self._together: list[SimulatedWork] | None = None  # begun since `_start_coalescing`
 
     def getBackendName(self) -> str:
         return "simulated"
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -149,12 +167,9 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _set_group_desc(self, text: str) -> None:
         self._description = text
 
-    def _get_sequence_number_for_group(self) -> int:
-        return self._begun
+    def shutdown(self) -> None: ...
 
-    def shutdown(self, *_: Any) -> None: ...
-
-    name, abort, set_timeout, _set_sequence_number_for_group = getBackendName, shutdown, shutdown, shutdown
+    abort = shutdown
     group_name = property(lambda self: self._name)
     group_desc = property(lambda self: self._description)
     _device_types = property(lambda self: [torch.device("cpu")])
@@ -318,50 +333,34 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> SimulatedWork:
         exchanges, what = self._exchanges, _call("send", tensors, f"to rank {to}")
         exchanges.scheduler.event(what)
-        box = exchanges.mail[self._key, self._rank, to, tag]
-        box.sent.append(_copies([tensors]))
-        number = len(box.sent)
-        for signal in (box.arrived, exchanges.any_mail[self._key, to, tag]):
-            signal.notify_all()
+        box, message = exchanges.mail[self._key, to, tag], Message(self._rank, _copies([tensors]))
+        box.sent.append(message)
+        box.match()
         # A backend keeps no message for a rank that does not wait for it.
-        return SimulatedWork(box.taken, what, lambda: box.awaited >= number, lambda: tensors)
+        return SimulatedWork(box.changed, what, lambda: message not in box.sent, lambda: tensors)
 
     def recv(self, tensors: list[Tensor], by: int, tag: int = 0) -> SimulatedWork:
-        box = self._exchanges.mail[self._key, by, self._rank, tag]
-        what = _call("recv", tensors, f"from rank {by}")
-        self._exchanges.scheduler.event(what)
-        number, box.awaited = box.awaited, box.awaited + 1
-        box.taken.notify_all()
-        work = SimulatedWork(
-            box.arrived, what, lambda: len(box.sent) > number, lambda: _taken(tensors, box.sent, number)
-        )
-        work.source = by
-        return work
+        return self._receive(tensors, [by], tag, f"from rank {by}")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimulatedWork:
-        exchanges, what = self._exchanges, _call("recv", tensors, "from any rank")
-        exchanges.scheduler.event(what)
+        return self._receive(tensors, range(self._size), tag, "from any rank")
 
-        def waiting() -> list[tuple[int, Mailbox]]:
-            boxes = ((rank, exchanges.mail[self._key, rank, self._rank, tag]) for rank in range(self._size))
-            return [(rank, box) for rank, box in boxes if len(box.sent) > box.awaited]
+    def _receive(self, tensors: list[Tensor], sources: Sequence[int], tag: int, words: str) -> SimulatedWork:
+        exchanges, what, receipt = self._exchanges, _call("recv", tensors, words), Receipt(sources)
+        exchanges.scheduler.event(what)
+        box = exchanges.mail[self._key, self._rank, tag]
+        box.awaited.append(receipt)
+        box.match()
 
         def take() -> list[Tensor]:
-            work.source, box = waiting()[0]
-            box.awaited += 1
-            box.taken.notify_all()
-            return _taken(tensors, box.sent, box.awaited - 1)
+            assert receipt.message is not None
+            for tensor, value in zip(tensors, receipt.message.tensors, strict=True):
+                _write(tensor, value)
+            work.source = receipt.message.source
+            return tensors
 
-        signal = exchanges.any_mail[self._key, self._rank, tag]
-        work = SimulatedWork(signal, what, lambda: bool(waiting()), take)
+        work = SimulatedWork(box.changed, what, lambda: receipt.message is not None, take)
         return work
-
-
-def _taken(tensors: list[Tensor], sent: list[list[Tensor]], number: int) -> list[Tensor]:
-    message, sent[number] = sent[number], []
-    for tensor, value in zip(tensors, message, strict=True):
-        _write(tensor, value)
-    return tensors
 
 
 def _write(output: Tensor, value: Tensor) -> None:

@@ -27,7 +27,7 @@ from distwrap.environments import Placement
 from distwrap.errors import LaunchError
 from distwrap.group.world import active_world, deactivate
 from distwrap.network import rendezvous
-from distwrap.supervision.channel import TICK_SECONDS, Channel
+from distwrap.supervision.channel import Channel
 from distwrap.testing.simulation.groups import Exchanges, SimulatedGroup
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.scheduler import Cancelled, Rank, Scheduler, Signal, Task
@@ -115,7 +115,7 @@ class Simulation:
         key = (options.group_id, tuple(options.global_ranks_in_group))
         self._groups[self.rank(), key] += 1  # torch begins to count names anew where all groups were destroyed
         unique = (key, self._groups[self.rank(), key])
-        return SimulatedGroup(self._exchanges, options.group_rank, options.group_size, unique, options.group_id)
+        return SimulatedGroup(self._exchanges, options.group_rank, options.group_size, unique)
 
     def rank(self) -> int:
         """Return the rank whose thread this is; 0 in any other thread."""
@@ -138,7 +138,7 @@ class Simulation:
         return store
 
     def channel(self, *args: Any) -> Channel:
-        return _SimulatedChannel(self, *args)
+        return _SimulatedChannel(self, self._store.board.rings[self.rank()], *args)
 
     def thread(self, run: Callable[[], object]) -> Task:
         current = self.scheduler.current()
@@ -191,18 +191,19 @@ dist.Backend.backend_list.remove(BACKEND)
 class _SimulatedChannel(Channel):
     """Side channel of a simulated rank: it serves what others ask. Who is stuck, or gone, the scheduler knows."""
 
-    def __init__(self, simulation: Simulation, *args: Any) -> None:
+    def __init__(self, simulation: Simulation, ring: Signal, *args: Any) -> None:
         super().__init__(*args)
-        self._thread: Any = simulation.thread(self._run)
+        self._ring, self._thread = ring, simulation.thread(self._run)  # type: ignore[assignment]
 
     def _halt(self) -> None:
         self._stopped.set()
+        self._ring.notify_all()
         self._bells.close()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
             self.look()
-            self._bells.clock.sleep(TICK_SECONDS)
+            self._ring.wait()
 
     def look(self) -> None:
         heard = self._bells.heard()
