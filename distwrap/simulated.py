@@ -41,6 +41,12 @@ class Simulation(Protocol):
     def is_rank(self) -> bool:
         """Return whether this thread is one of a simulated rank."""
 
+    def sleep(self, seconds: float) -> None:
+        """Let simulated seconds pass."""
+
+    def slept(self) -> float:
+        """Return by how many seconds the ranks' clocks are ahead."""
+
     def meet(self, placement: Any) -> Any:
         """Return the store of the ranks, in which this rank is registered."""
 
@@ -53,14 +59,14 @@ class Simulation(Protocol):
     def condition(self) -> Condition:
         """Return a condition for threads of this rank."""
 
+    def note_maker(self, module: Any) -> None:
+        """Note that this rank makes, copies or unpickles a module."""
+
     def has_made(self, module: Any) -> bool:
-        """Return whether this rank has made a module, by its class; a copy is nobody's."""
+        """Return whether this rank has made, copied or unpickled a module."""
 
     def whereabouts(self) -> str:
         """Return in words where each rank is, a line for each."""
-
-    def pass_step(self) -> None:
-        """Let as much time pass as a step takes, in which threads of this rank may go on."""
 
 
 running: Simulation | None = None

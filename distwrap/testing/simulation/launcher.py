@@ -86,13 +86,13 @@ class SimulateLauncher(Launcher):
             print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
         with watched(simulation.scheduler, self.fail):
             # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
-            failed = simulation.run(body, state, first_here=False)
+            simulation.run(body, state, first_here=False)
         if any(outcome.failed for outcome in outcomes):
             return outcomes
         for task in simulation.scheduler.tasks:
             if task.rank.is_dead:
                 number, event = task.rank.number, task.rank.events
                 raise WorkerDiedError(f"rank {number} was killed at its event {event}.", rank=number)
-        if failed is not None:
-            raise failed[1]
+        if simulation.scheduler.failure is not None:
+            raise simulation.scheduler.failure
         return outcomes

@@ -76,19 +76,14 @@ def failure_of(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
         answered_for_ranks(is_users, ranks, simulation.rank, mode),
     ):
         import_before_group()
-        failed = simulation.run(body, state, first_here=True)
+        simulation.run(body, state, first_here=True)
     sys.stdout.flush()  # what the ranks have printed comes first
-    if failed is None:
-        return ""
-    rank, cause = failed
-    if rank is None and not isinstance(cause, Exception):
-        raise cause  # Ctrl-C
-    return _told(rank, cause)
-
-
-def _told(rank: int | None, error: BaseException) -> str:
-    if rank is None:
-        return str(error)
+    error, failed = simulation.scheduler.failure, simulation.scheduler.failed
+    if error is None or failed is None:
+        if error is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C
+        return str(error or "")
+    rank = failed.rank.number
     if isinstance(error, SystemExit):
         return f"rank {rank} called sys.exit({error.code!r})"
     trace = error.__traceback__
