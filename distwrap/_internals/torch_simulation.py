@@ -71,7 +71,8 @@ def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
 
     ``time.sleep`` and the clocks of `time` are replaced for the ranks' threads: a rank that looks for a file again and
     again would else never give up its turn. So is ``signal.signal``, which Python refuses outside of the main thread.
-    Modules are noted where they are made, copied or unpickled, to know which rank's they are. Nothing is compiled: ranks would share what was compiled for the first.
+    Modules are noted where they are made, copied or unpickled, to know which rank's they are. Nothing is compiled:
+    ranks would share what was compiled for the first.
 
     Relies on ``torch.distributed.distributed_c10d:_new_process_group_helper``,
     ``torch.distributed.rendezvous:_rendezvous_handlers``,

@@ -89,12 +89,14 @@ class Exchanges:
         self.scheduler = scheduler
         self.collectives: dict[Any, Collective] = {}
         self.mail: defaultdict[Any, Mailbox] = defaultdict(lambda: Mailbox(scheduler))
+        self.works = set[SimulatedWork]()  # torch 2.6 keeps the native part of one alone, which waits forever
 
 
 class SimulatedWork(dist.Work):
     """Handle of a collective or message: `wait` gives up the rank's turn until it has ended, and writes the outputs.
 
     Args:
+        exchanges: of the simulation.
         signal: told when it may have ended.
         words: what it is.
         has_ended: returns whether it has.
@@ -102,10 +104,17 @@ class SimulatedWork(dist.Work):
     """
 
     def __init__(
-        self, signal: Signal, words: Words, has_ended: Callable[[], bool], take: Callable[[], list[Tensor]]
+        self,
+        exchanges: Exchanges,
+        signal: Signal,
+        words: Words,
+        has_ended: Callable[[], bool],
+        take: Callable[[], list[Tensor]],
     ) -> None:
         super().__init__()
-        self._signal, self._words, self._has_ended, self._take = signal, words, has_ended, take
+        self._exchanges, self._signal, self._words = exchanges, signal, words
+        self._has_ended, self._take = has_ended, take
+        exchanges.works.add(self)
         self._result: list[Tensor] | None = None
         self.source = -1
 
@@ -114,6 +123,7 @@ class SimulatedWork(dist.Work):
             if self._has_ended():
                 self._result = self._take()
                 self._take, self._has_ended, self._words = list, lambda: True, ""  # which hold all ranks' tensors
+                self._exchanges.works.discard(self)
             else:
                 self._signal.wait(words=self._words)
         return self._result
@@ -180,7 +190,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: Any) -> SimulatedWork:
         works, self._together = self._together or [], None
         signal = Signal(self._exchanges.scheduler)
-        return SimulatedWork(signal, "", lambda: True, lambda: [each for work in works for each in work.result()])
+        results = lambda: [each for work in works for each in work.result()]  # noqa: E731
+        return SimulatedWork(self._exchanges, signal, "", lambda: True, results)
 
     # Collectives
 
@@ -247,7 +258,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             return list(outputs or ()) if result is None else result
 
         has_ended = lambda: made.values is not None or made.error is not None  # noqa: E731
-        work = SimulatedWork(made.signal, awaited, has_ended, take)
+        work = SimulatedWork(exchanges, made.signal, awaited, has_ended, take)
         if self._together is not None:
             self._together.append(work)
         return work
@@ -337,7 +348,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         box.sent.append(message)
         box.match()
         # A backend keeps no message for a rank that does not wait for it.
-        return SimulatedWork(box.changed, what, lambda: message not in box.sent, lambda: tensors)
+        return SimulatedWork(exchanges, box.changed, what, lambda: message not in box.sent, lambda: tensors)
 
     def recv(self, tensors: list[Tensor], by: int, tag: int = 0) -> SimulatedWork:
         return self._receive(tensors, [by], tag, f"from rank {by}")
@@ -359,7 +370,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             work.source = receipt.message.source
             return tensors
 
-        work = SimulatedWork(box.changed, what, lambda: receipt.message is not None, take)
+        work = SimulatedWork(exchanges, box.changed, what, lambda: receipt.message is not None, take)
         return work
 
 
