@@ -171,15 +171,18 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "simulated"
 
+    def _get_backend(self, device: Any) -> SimulatedGroup:
+        return self
+
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
     def _set_group_desc(self, text: str) -> None:
         self._description = text
 
-    def shutdown(self) -> None: ...
+    def shutdown(self, *_: Any) -> None: ...
 
-    abort = shutdown
+    abort = set_timeout = shutdown
     group_name = property(lambda self: self._name)
     group_desc = property(lambda self: self._description)
     _device_types = property(lambda self: [torch.device("cpu")])
