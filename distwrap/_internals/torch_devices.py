@@ -150,6 +150,7 @@ def answered_for_ranks(
         if isinstance(answer, type) and inspect.isclass(real):
             return answer
 
+        @wraps(real)
         def asked(*args: Any, **kwargs: Any) -> Any:
             if not is_users(sys._getframe(1).f_code.co_filename):
                 return real(*args, **kwargs)
