@@ -180,6 +180,9 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _set_group_desc(self, text: str) -> None:
         self._description = text
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._begun
+
     def shutdown(self, *_: Any) -> None: ...
 
     abort = set_timeout = shutdown
