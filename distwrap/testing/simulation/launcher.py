@@ -19,7 +19,7 @@ from distwrap.launch.outcome import Outcome, failure, success
 from distwrap.launch.task import Assignment
 from distwrap.options import QUIET, switched_on
 from distwrap.strategies.base import Strategy
-from distwrap.testing.simulation.faults import Fail, watched
+from distwrap.testing.simulation.faults import Fail, let_fail
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.scheduler import Cancelled
 from distwrap.testing.simulation.simulation import Simulation
@@ -84,9 +84,10 @@ class SimulateLauncher(Launcher):
         if not switched_on(os.environ, QUIET):
             shared = "" if is_script else ", and share all modules"
             print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
-        with watched(simulation.scheduler, self.fail):
-            # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
-            simulation.run(body, state, first_here=False)
+        if self.fail is not None:
+            let_fail(simulation.scheduler, self.fail)
+        # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
+        simulation.run(body, state, first_here=False)
         if any(outcome.failed for outcome in outcomes):
             return outcomes
         for task in simulation.scheduler.tasks:

@@ -135,7 +135,7 @@ class Scheduler:
         tasks: all threads.
         failure: why the run ends; ``None`` while it goes on.
         failed: the task that has raised it; ``None`` where no rank can go on.
-        fails: called before each event of a rank; see `simulate`.
+        fails: called before each event of a rank, if any of them may fail; see `simulate`.
         slept: simulated seconds in which all have waited for a moment.
     """
 
@@ -143,7 +143,7 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.failure: BaseException | None = None
         self.failed: Task | None = None
-        self.fails: Callable[[Rank, str], None] = lambda rank, what: None
+        self.fails: Callable[[Rank, str], None] | None = None
         self.slept = 0.0
         self._random = None if seed is None else random.Random(seed)
         self._ready: deque[Task] = deque()
@@ -320,7 +320,8 @@ class Scheduler:
         """
         task = self._task()
         task.rank.events += 1
-        self.fails(task.rank, what)
+        if self.fails is not None:
+            self.fails(task.rank, what)
         if self._random is not None and self._random.random() < 0.5:
             self._ready.append(task)
             self._give_up_turn(task)

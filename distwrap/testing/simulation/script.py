@@ -78,15 +78,15 @@ def failure_of(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
         import_before_group()
         simulation.run(body, state, first_here=True)
     sys.stdout.flush()  # what the ranks have printed comes first
-    error, failed = simulation.scheduler.failure, simulation.scheduler.failed
-    if error is None or failed is None:
-        if error is not None and not isinstance(error, Exception):
-            raise error  # Ctrl-C
-        return str(error or "")
+    cause, failed = simulation.scheduler.failure, simulation.scheduler.failed
+    if cause is None or failed is None:
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # Ctrl-C
+        return str(cause or "")
     rank = failed.rank.number
-    if isinstance(error, SystemExit):
-        return f"rank {rank} called sys.exit({error.code!r})"
-    trace = error.__traceback__
+    if isinstance(cause, SystemExit):
+        return f"rank {rank} called sys.exit({cause.code!r})"
+    trace = cause.__traceback__
     for _ in range(3):  # our frames, around the script
         trace = trace and trace.tb_next
-    return f"rank {rank} raised:\n{''.join(traceback.format_exception(type(error), error, trace))}"
+    return f"rank {rank} raised:\n{''.join(traceback.format_exception(type(cause), cause, trace))}"

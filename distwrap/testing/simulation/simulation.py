@@ -66,8 +66,8 @@ class Simulation:
 
         def run(rank: int) -> None:
             torch.set_num_threads(threads)  # which OpenMP keeps for each thread
-            is_here = default is None or default_device() == default  # the caller's is that of its thread alone
-            with torch.autograd.set_multithreading_enabled(False), nullcontext() if is_here else default:
+            missing = default if default_device() != default else None  # the caller's is that of its thread alone
+            with torch.autograd.set_multithreading_enabled(False), missing or nullcontext():
                 try:
                     body(rank)
                 except Cancelled:
