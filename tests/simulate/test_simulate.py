@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distwrap as dw
+from distwrap._internals.torch_groups import collectives_begun
 from distwrap.errors import CollectiveError, DeadlockError, LaunchError, ModelError, OptionError, WorkerDiedError
 from distwrap.testing import run_ranks, simulate
 from tests.slow import slow
@@ -243,6 +244,19 @@ def test_a_rank_that_dies_at_any_event_of_a_save_leaves_a_whole_checkpoint(tmp_p
         if (folder / "last.pt").exists():
             weight = torch.load(folder / "last.pt")["model"]["weight"]
             assert weight.tolist() in ([[1.0, 1.0]], [[2.0, 2.0]])
+
+
+def _counts_collectives() -> int:
+    before = collectives_begun() or 0
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    return (collectives_begun() or 0) - before
+
+
+@pytest.mark.parametrize("start", [simulate, run_ranks])
+def test_a_group_counts_its_collectives(start: Any) -> None:
+    """By which distwrap knows whether gradients were averaged by hand."""
+    assert start(_counts_collectives, 2) == [3, 3]
 
 
 def _meets() -> str:
