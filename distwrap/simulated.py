@@ -34,18 +34,14 @@ class Simulation(Protocol):
 
     Attributes:
         device: of all ranks.
+        scheduler: of their threads, with their clock.
     """
 
     device: Any
+    scheduler: Any
 
     def is_rank(self) -> bool:
         """Return whether this thread is one of a simulated rank."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let simulated seconds pass."""
-
-    def slept(self) -> float:
-        """Return by how many seconds the ranks' clocks are ahead."""
 
     def meet(self, placement: Any) -> Any:
         """Return the store of the ranks, in which this rank is registered."""
@@ -64,9 +60,6 @@ class Simulation(Protocol):
 
     def has_made(self, module: Any) -> bool:
         """Return whether this rank has made, copied or unpickled a module."""
-
-    def whereabouts(self) -> str:
-        """Return in words where each rank is, a line for each."""
 
 
 running: Simulation | None = None

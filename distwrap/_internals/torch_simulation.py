@@ -107,7 +107,7 @@ def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
         return real_signal(number, handler) if in_main or not simulation.is_rank() else signal.getsignal(number)
 
     def ahead(clock: Callable[[], float]) -> Callable[[], float]:
-        return lambda: clock() + simulation.slept() if simulation.is_rank() else clock()
+        return lambda: clock() + simulation.scheduler.slept if simulation.is_rank() else clock()
 
     def noted(make: Callable[..., None]) -> Callable[..., None]:
         @wraps(make)
@@ -119,7 +119,11 @@ def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
 
     changes: list[tuple[Any, str, Any]] = [
         (c10d, "_new_process_group_helper", make_group),
-        (time, "sleep", lambda seconds, /: simulation.sleep(seconds) if simulation.is_rank() else real_sleep(seconds)),
+        (
+            time,
+            "sleep",
+            lambda seconds, /: (simulation.scheduler.sleep if simulation.is_rank() else real_sleep)(seconds),
+        ),
         (signal, "signal", set_signal),
         *((nn.Module, name, noted(getattr(nn.Module, name))) for name in ("__init__", "__setstate__")),
         *((time, name, ahead(getattr(time, name))) for name in ("monotonic", "time", "perf_counter")),

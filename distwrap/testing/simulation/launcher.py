@@ -17,13 +17,11 @@ from distwrap.launch.base import Job, Launcher
 from distwrap.launch.callers_models import given_models, say_what_stays
 from distwrap.launch.outcome import Outcome, failure, success
 from distwrap.launch.task import Assignment
-from distwrap.options import QUIET, switched_on
 from distwrap.strategies.base import Strategy
 from distwrap.testing.simulation.faults import Fail, let_fail
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.scheduler import Cancelled
 from distwrap.testing.simulation.simulation import Simulation
-from distwrap.wording import print_notice
 
 
 class SimulateLauncher(Launcher):
@@ -81,9 +79,7 @@ class SimulateLauncher(Launcher):
                     outcomes.append(failure(rank, failures.explained(error)))
                 raise
 
-        if not switched_on(os.environ, QUIET):
-            shared = "" if is_script else ", and share all modules"
-            print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
+        simulation.announce("" if is_script else ", and share all modules")
         if self.fail is not None:
             let_fail(simulation.scheduler, self.fail)
         # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.

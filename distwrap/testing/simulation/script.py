@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,12 +13,10 @@ from distwrap._internals.torch_devices import OneDevice, answered_for_ranks
 from distwrap.environments import distwrap_environment, torchrun
 from distwrap.errors import OptionError
 from distwrap.group.setup import import_before_group
-from distwrap.options import QUIET, switched_on
 from distwrap.seeding import seed_generators
 from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.simulation import Simulation
-from distwrap.wording import print_notice
 
 _PORT = "29500"
 
@@ -66,10 +63,7 @@ def failure_of(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
             if error.code not in (None, 0):
                 raise
 
-    if not switched_on(os.environ, QUIET):
-        print_notice(
-            f"{ranks} simulated ranks, threads of this process that take turns; every device is {simulation.device}"
-        )
+    simulation.announce(f"; every device is {simulation.device}")
     with (
         mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
         mock.patch.object(sys, "argv", [path, *arguments]),

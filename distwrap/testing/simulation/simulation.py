@@ -21,11 +21,13 @@ from distwrap.environments import Placement
 from distwrap.errors import LaunchError
 from distwrap.group.world import active_world, deactivate
 from distwrap.network import rendezvous
+from distwrap.options import QUIET, switched_on
 from distwrap.supervision.channel import Channel
 from distwrap.testing.simulation.groups import Exchanges, SimulatedGroup
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.scheduler import Cancelled, Rank, Scheduler, Signal, Task
 from distwrap.testing.simulation.store import SimulatedStore
+from distwrap.wording import print_notice
 
 
 class Simulation:
@@ -48,6 +50,11 @@ class Simulation:
         self._groups: Counter[Any] = Counter()
         self._makers: dict[int, int] = {}  # of modules, by their ids
         self._process = os.getpid()
+
+    def announce(self, more: str) -> None:
+        """Print the start line, unless the run is to be quiet."""
+        if not switched_on(os.environ, QUIET):
+            print_notice(f"{self._ranks} simulated ranks: threads of this process, which take turns{more}")
 
     def run(self, body: Callable[[int], object], state: Callable[[int], ProcessState], *, first_here: bool) -> None:
         """Run a function for each rank, until all have returned or none can go on; the scheduler knows of failures.
@@ -108,12 +115,6 @@ class Simulation:
         # A process that a rank forks, as a loader's worker, is no rank.
         return simulated.running is self and self.scheduler.current() is not None and os.getpid() == self._process
 
-    def sleep(self, seconds: float) -> None:
-        self.scheduler.sleep(seconds)
-
-    def slept(self) -> float:
-        return self.scheduler.slept
-
     def note_maker(self, module: Any) -> None:
         self._makers[id(module)] = self.rank()
 
@@ -136,9 +137,6 @@ class Simulation:
 
     def has_made(self, module: Any) -> bool:
         return self._makers.get(id(module)) == self.rank()
-
-    def whereabouts(self) -> str:
-        return self.scheduler.whereabouts()
 
 
 def _leave() -> None:
@@ -176,12 +174,10 @@ class _SimulatedChannel(Channel):
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self.look()
-            self._ring.wait()
-
-    def look(self) -> None:
-        heard = self._bells.heard()
-        if heard != self._heard:
-            self._heard = heard
-            self.on_ring()
-            self.work.look(True)
+            heard = self._bells.heard()
+            if heard == self._heard:
+                self._ring.wait(words="news of other ranks")
+            else:
+                self._heard = heard
+                self.on_ring()
+                self.work.look(True)
