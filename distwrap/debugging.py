@@ -78,7 +78,7 @@ def where() -> None:
     """
     simulated, world = simulation(), current_world()
     if simulated is not None:
-        lines = simulated.whereabouts()
+        lines = simulated.scheduler.whereabouts()
     elif world.tells_others and world.channel is not None:
         lines = world.channel.reporter.ask_all()
     else:

@@ -34,9 +34,11 @@ class Simulation(Protocol):
 
     Attributes:
         device: of all ranks.
+        scheduler: of their threads, with their clock.
     """
 
     device: Any
+    scheduler: Any
 
     def is_rank(self) -> bool:
         """Return whether this thread is one of a simulated rank."""
@@ -53,14 +55,11 @@ class Simulation(Protocol):
     def condition(self) -> Condition:
         """Return a condition for threads of this rank."""
 
+    def note_maker(self, module: Any) -> None:
+        """Note that this rank makes, copies or unpickles a module."""
+
     def has_made(self, module: Any) -> bool:
-        """Return whether this rank has made a module, by its class; a copy is nobody's."""
-
-    def whereabouts(self) -> str:
-        """Return in words where each rank is, a line for each."""
-
-    def pass_step(self) -> None:
-        """Let as much time pass as a step takes, in which threads of this rank may go on."""
+        """Return whether this rank has made, copied or unpickled a module."""
 
 
 running: Simulation | None = None

@@ -150,6 +150,7 @@ def answered_for_ranks(
         if isinstance(answer, type) and inspect.isclass(real):
             return answer
 
+        @wraps(real)
         def asked(*args: Any, **kwargs: Any) -> Any:
             if not is_users(sys._getframe(1).f_code.co_filename):
                 return real(*args, **kwargs)
@@ -157,47 +158,42 @@ def answered_for_ranks(
 
         return asked
 
-    def changed(owner: Any, name: str, change: Callable[[list[Any], dict[str, Any]], None]) -> tuple[Any, str, Any]:
-        """Let a function change the arguments of each call."""
+    def renamed(owner: Any, name: str, of: Callable[[Any], Any]) -> tuple[Any, str, Any]:
+        """Let a function get of each argument what another returns for it."""
         real = getattr(owner, name)
 
         @wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = list(args)
-            change(given, kwargs)
-            return real(*given, **kwargs)
+            return real(*map(of, args), **{key: of(value) for key, value in kwargs.items()})
 
         return owner, name, call
 
-    def at(index: int, name: str, of: Callable[[Any], Any]) -> Callable[[list[Any], dict[str, Any]], None]:
-        def change(args: list[Any], kwargs: dict[str, Any]) -> None:
-            if name in kwargs:
-                kwargs[name] = of(kwargs[name])
-            if len(args) > index:
-                args[index] = of(args[index])
+    def kind_of(value: Any) -> Any:
+        return mode.device.type if isinstance(value, str) and mode.of(value) is not value else value
 
-        return change
+    def list_of(value: Any) -> Any:
+        return (
+            [mode.device] * (len(value) > 0 and not mode.is_cpu) if isinstance(value, (list, tuple, range)) else value
+        )
 
-    def without_devices(args: list[Any], kwargs: dict[str, Any]) -> None:
-        kwargs.update(dict.fromkeys({"device_ids", "output_device"} & kwargs.keys()))
-        args[2:4] = [None] * len(args[2:4])
+    ddp = nn.parallel.DistributedDataParallel
+    make_ddp, begin = ddp.__init__, dist.init_process_group
 
-    def without_device(args: list[Any], kwargs: dict[str, Any]) -> None:
-        kwargs.pop("device_id", None)
+    @wraps(make_ddp)
+    def init_ddp(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        make_ddp(self, module, None, None, *args, **kwargs)
+
+    @wraps(begin)
+    def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
-
-    def on_devices(args: list[Any], kwargs: dict[str, Any]) -> None:
-        given = args.pop(0) if args else kwargs.get("devices")
-        kwargs["devices"] = [] if given == [] or mode.is_cpu else [mode.device]
+        begin(*args, **kwargs)
 
     class Generator(torch.Generator):
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
 
-    def kind_of(name: str) -> str:
-        return mode.device.type if name.partition(":")[0] in _TYPES else name
-
-    ddp = nn.parallel.DistributedDataParallel
     changes: list[tuple[Any, str, Any]] = [
         *(
             (module, name, for_script(getattr(module, name), answer))
@@ -206,14 +202,12 @@ def answered_for_ranks(
         ),
         (torch, "Generator", Generator),
         (torch.multiprocessing, "spawn", _refuse_spawn),
-        changed(dist, "init_process_group", without_device),
-        changed(ddp, "__init__", without_devices),
-        changed(torch, "load", at(1, "map_location", mode.for_loading)),
-        changed(torch, "set_default_device", at(0, "device", mode.of)),
-        changed(device_mesh.DeviceMesh, "__init__", at(1, "device_type", kind_of)),
-        *(changed(module, "init_device_mesh", at(0, "device_type", kind_of)) for module in (dist, device_mesh)),
-        # which torch's pipelines call too
-        changed(torch.random, "fork_rng", on_devices),
+        (dist, "init_process_group", init_process_group),
+        (ddp, "__init__", init_ddp),
+        renamed(torch, "load", mode.for_loading),
+        renamed(torch, "set_default_device", mode.of),
+        renamed(device_mesh.DeviceMesh, "__init__", kind_of),
+        renamed(torch.random, "fork_rng", list_of),  # which torch's pipelines call too
     ]
     if mode.is_cpu:  # whose parsers of arguments refuse our streams before a mode sees the call
         changes += [(torch.Tensor, "record_stream", _nothing), (nn.SyncBatchNorm, "forward", _normalize)]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -18,7 +19,10 @@ from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
+
+from distwrap.simulated import Simulation
 
 BACKEND = "simulated"
 
@@ -62,28 +66,22 @@ def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def simulated_torch(
-    open_store: Callable[[], dist.Store],  # type: ignore[name-defined]
-    is_simulated: Callable[[], bool],
-    sleep: Callable[[float], None],
-    slept: Callable[[], float],
-) -> Iterator[None]:
+def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
     """Let torch make simulated groups within a ``with``, whatever backend a rank names, and let ranks' time be ours.
 
     ``time.sleep`` and the clocks of `time` are replaced for the ranks' threads: a rank that looks for a file again and
     again would else never give up its turn. So is ``signal.signal``, which Python refuses outside of the main thread.
-    Nothing is compiled: ranks would share what was compiled for the first.
+    Modules are noted where they are made, copied or unpickled, to know which rank's they are. Nothing is compiled:
+    ranks would share what was compiled for the first.
 
     Relies on ``torch.distributed.distributed_c10d:_new_process_group_helper``,
     ``torch.distributed.rendezvous:_rendezvous_handlers``,
-    ``torch._C._distributed_c10d:_set_thread_isolation_mode``.
+    ``torch._C._distributed_c10d:_set_thread_isolation_mode``, ``torch.nn:Module.__setstate__``.
     Without it: ranks cannot be simulated.
 
     Args:
-        open_store: returns the store of the simulated ranks.
-        is_simulated: returns whether this thread is one of a simulated rank.
-        sleep: the ranks' ``time.sleep``.
-        slept: returns the seconds by which their clocks are ahead.
+        simulation: of the ranks.
+        store: the one in which they meet.
     """
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # the package has a function of this name
     isolate: Callable[[bool], None] = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009
@@ -93,37 +91,48 @@ def simulated_torch(
     def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
         said = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
         rank = int(said["rank"] if "rank" in said else os.environ["RANK"])
-        yield open_store(), rank, int(said["world_size"] if "world_size" in said else os.environ["WORLD_SIZE"])
+        yield store, rank, int(said["world_size"] if "world_size" in said else os.environ["WORLD_SIZE"])
 
     def make_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(dict.fromkeys({"device_id", "pg_options", "backend_options"} & kwargs.keys()))
-        group, store = helper(size, rank, ranks, simulated, *args, **kwargs)
-        if store is not None:
+        group, prefixed = helper(size, rank, ranks, simulated, *args, **kwargs)
+        if prefixed is not None:
             named = dist.Backend(str(backend))
-            c10d._world.pg_map[group] = (named, store)
+            c10d._world.pg_map[group] = (named, prefixed)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(named))
-        return group, store
+        return group, prefixed
 
     def set_signal(number: Any, handler: Any) -> Any:
         in_main = threading.current_thread() is threading.main_thread()
-        return real_signal(number, handler) if in_main or not is_simulated() else signal.getsignal(number)
+        return real_signal(number, handler) if in_main or not simulation.is_rank() else signal.getsignal(number)
 
     def ahead(clock: Callable[[], float]) -> Callable[[], float]:
-        return lambda: clock() + slept() if is_simulated() else clock()
+        return lambda: clock() + simulation.scheduler.slept if simulation.is_rank() else clock()
+
+    def noted(make: Callable[..., None]) -> Callable[..., None]:
+        @wraps(make)
+        def begin(module: Any, *args: Any, **kwargs: Any) -> None:
+            simulation.note_maker(module)
+            make(module, *args, **kwargs)
+
+        return begin
 
     changes: list[tuple[Any, str, Any]] = [
         (c10d, "_new_process_group_helper", make_group),
-        (time, "sleep", lambda seconds, /: sleep(float(seconds)) if is_simulated() else real_sleep(seconds)),
+        (
+            time,
+            "sleep",
+            lambda seconds, /: (simulation.scheduler.sleep if simulation.is_rank() else real_sleep)(seconds),
+        ),
         (signal, "signal", set_signal),
+        *((nn.Module, name, noted(getattr(nn.Module, name))) for name in ("__init__", "__setstate__")),
         *((time, name, ahead(getattr(time, name))) for name in ("monotonic", "time", "perf_counter")),
     ]
     handlers = dict.fromkeys(("env", "tcp", "file"), meet)
     with replaced(changes), mock.patch.dict(rendezvous._rendezvous_handlers, handlers):
         isolate(True)
-        dist.Backend.backend_list.append(BACKEND)
         try:
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:
             isolate(False)
-            dist.Backend.backend_list.remove(BACKEND)

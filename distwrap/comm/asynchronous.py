@@ -26,6 +26,8 @@ from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel
 from distwrap.simulated import Thread, condition, simulation, thread
 
+_STEP_SECONDS = 0.1  # of a simulated rank, for a step
+
 
 class AsyncExchange(WeightExchange["AsyncAveraging"]):
     """Exchange with a thread that gets copies of the weights, and returns by how much to move them.
@@ -42,7 +44,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         super().__init__(algorithm, model, world)
         self._interval, self._patience = algorithm.sync_interval_ms / 1000, world.options.timeout
         self.rounds = 0
-        self._simulation = simulation()
+        self._is_simulated = simulation() is not None
         self._changed = condition()
         self._runs = self._resumes = self._closed = False
         self._pausing = self._wanted = False
@@ -63,8 +65,8 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
     def after_step(self, step: int) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._simulation is not None:
-            self._simulation.pass_step()
+        if self._is_simulated:
+            time.sleep(_STEP_SECONDS)  # in which its thread may go on
         if self._move is not None or self.node is not None:
             self._take_over()
         if self._wanted:

@@ -270,10 +270,8 @@ def _shard_indices(
     sharding.epoch_check = _epoch_check(
         world, number, sampler.position, lambda: f"{part()}, {sampler.order_in_words}", shuffles and chosen != "exact"
     )
-    if world_size > 1:
-        attributes["generator"] = torch.Generator(
-            torch.get_default_device()
-        )  # of the workers' base seed, which is then not the loop's to give
+    # Of the workers' base seed, which is not the loop's to give: its numbers are those of other numbers of ranks too.
+    attributes["generator"] = torch.Generator(torch.get_default_device())
     result = sharded_copy(loader, sharding, attributes)
     if world_size > 1:
         if chosen != "drop":  # which was asked for by name

@@ -136,7 +136,8 @@ def join(
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
     kind_of(device).use(device)
     backend = selection.choose_backend(options.backend, device)
-    interfaces.check_users_choice(os.environ, backend)
+    if simulated is None:
+        interfaces.check_users_choice(os.environ, backend)
     with ExitStack() as cleanup, loss_told(placement):
         if simulated is None:
             gpu = kind_of(device).unique_name(device) if chosen is None else None

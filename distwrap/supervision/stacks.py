@@ -87,7 +87,8 @@ def users_frame() -> FrameType | None:
 
     With an accelerator a backward runs in a thread of its own.
     """
-    for frame in (inspect.currentframe(), frame_of()):
+    for look in (inspect.currentframe, frame_of):
+        frame = look()
         with no_collection():
             while frame is not None and frame.f_code.co_filename.startswith((OURS, _TORCH)):
                 frame = frame.f_back

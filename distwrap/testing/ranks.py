@@ -77,7 +77,7 @@ def simulate(
 ) -> list[R]:
     """Run a function on simulated ranks, threads of this process, and return the values of all in rank order.
 
-    Exactly one rank runs, rank 0 in this thread, and it gives up its turn only where it waits in a collective, for a
+    Exactly one rank runs, and it gives up its turn only where it waits in a collective, for a
     message, at a store, or in ``time.sleep``. So a plain ``breakpoint()`` stops all, and one run is one order.
 
     Args:

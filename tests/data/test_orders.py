@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -108,6 +109,26 @@ def test_a_billion_samples_are_no_more_than_a_thousand(order: str, shuffle: bool
     assert [batches for _, batches, _ in taken] == [125_000_000] * 2
     assert all(kilobytes < 20_000 for _, _, kilobytes in taken)
     assert (sorted(samples) == list(range(16))) is not shuffle
+
+
+def numbers_after(order: str, mode: str) -> list[float]:
+    own = torch.Generator().manual_seed(1)
+    torch.manual_seed(5)
+    for generator in (None, own):
+        loader = DataLoader(range(12), batch_size=2, shuffle=True, generator=generator)
+        for _ in shard_loader(loader, order=order, mode=mode):  # type: ignore[arg-type]
+            pass
+    return [torch.rand(1).item(), torch.rand(1, generator=own).item()]
+
+
+@pytest.mark.parametrize("mode", ["auto", "same"])
+@pytest.mark.parametrize("order", ["stream", "torch"])
+def test_an_order_takes_none_of_the_loops_random_numbers(order: str, mode: str) -> None:
+    """Neither torch's nor those of the loader's generator: what follows is alike in one process and on two ranks."""
+    [alone] = run_ranks(numbers_after, 1, order, mode)
+    assert run_ranks(numbers_after, 2, order, mode) == [alone] * 2
+    torch.manual_seed(5)
+    assert alone == [torch.rand(1).item(), torch.rand(1, generator=torch.Generator().manual_seed(1)).item()]
 
 
 def refused(order: str, sampler: Any) -> str:

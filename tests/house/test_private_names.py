@@ -30,8 +30,8 @@ from tests.slow import slow
 OVERRIDDEN = {"_apply", "_load_from_state_dict"}
 # By these torch calls a process group that is made in Python.
 OVERRIDDEN |= {"_allgather_base", "_reduce_scatter_base", "_start_coalescing", "_end_coalescing", "_device_types"}
-OVERRIDDEN |= {"_set_group_name", "_set_group_desc", "_source_rank"}
-OVERRIDDEN |= {"_get_sequence_number_for_group", "_set_sequence_number_for_group"}
+OVERRIDDEN |= {"_set_group_name", "_set_group_desc", "_source_rank", "_get_backend"}
+OVERRIDDEN |= {"_get_sequence_number_for_group"}
 OVERRIDDEN |= {"_is_protocol", "_is_runtime_protocol", "_backward_cls"}  # typing and torch make them themselves
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distwrap.testing import simulate
+from distwrap.versions import TORCH
 from tests.comm import test_gradient_algorithms as gradients, test_weight_algorithms as weights
 from tests.equality import program
 from tests.equality.on_ranks import verdicts
@@ -34,7 +35,8 @@ def test_weights_are_those_of_one_process(nprocs: int, is_fast: bool, tmp_path: 
     rows = [row for row in rows if nprocs >= 4 or row.launch != "four ranks"]
     simulate(program.train, nprocs, rows, tmp_path)
     wrong = {str(row): each for row in rows for each in verdicts(tmp_path, str(row)) if each}
-    assert wrong == {}
+    refused = f"or newer, and this is {TORCH}"  # for what a row needs, as tests/conftest.py skips a test
+    assert {row: words for row, words in wrong.items() if refused not in words} == {}
     assert [len(verdicts(tmp_path, str(row))) for row in rows] == [nprocs] * len(rows)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
 import signal
 import sys
@@ -17,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 import distwrap as dw
-from distwrap.errors import CollectiveError, DeadlockError, LaunchError, OptionError, WorkerDiedError
-from distwrap.testing import simulate
+from distwrap._internals.torch_groups import collectives_begun
+from distwrap.errors import CollectiveError, DeadlockError, LaunchError, ModelError, OptionError, WorkerDiedError
+from distwrap.testing import run_ranks, simulate
 from tests.slow import slow
 
 
@@ -198,6 +201,28 @@ def test_a_loop_under_many_orders(orders: int, tmp_path: Path) -> None:
     assert len(found) == 1
 
 
+def _trains_by_hand(way: str) -> None:
+    model = nn.Linear(2, 1)
+    if way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "unpickled":
+        model = pickle.loads(pickle.dumps(model))
+    data = torch.utils.data.TensorDataset(torch.arange(24.0).view(12, 2))
+    for (batch,) in dw.shard_loader(torch.utils.data.DataLoader(data, batch_size=2), batch_size="global"):
+        model(batch).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data -= 0.001 * parameter.grad
+
+
+@pytest.mark.parametrize("way", ["made", "copied", "unpickled"])
+@pytest.mark.parametrize("start", [simulate, run_ranks])
+def test_a_model_that_each_rank_trains_by_hand_is_refused(start: Any, way: str) -> None:
+    """As in real ranks: each rank's models are known, of which all are in this process."""
+    with pytest.raises(ModelError, match=r"wrap_model\(\) has not wrapped, have changed"):
+        start(_trains_by_hand, 2, way)
+
+
 def _saves(folder: Path) -> None:
     model = nn.Linear(2, 1)
     nn.init.constant_(model.weight, 1.0)
@@ -219,6 +244,19 @@ def test_a_rank_that_dies_at_any_event_of_a_save_leaves_a_whole_checkpoint(tmp_p
         if (folder / "last.pt").exists():
             weight = torch.load(folder / "last.pt")["model"]["weight"]
             assert weight.tolist() in ([[1.0, 1.0]], [[2.0, 2.0]])
+
+
+def _counts_collectives() -> int:
+    before = collectives_begun() or 0
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    return (collectives_begun() or 0) - before
+
+
+@pytest.mark.parametrize("start", [simulate, run_ranks])
+def test_a_group_counts_its_collectives(start: Any) -> None:
+    """By which distwrap knows whether gradients were averaged by hand."""
+    assert start(_counts_collectives, 2) == [3, 3]
 
 
 def _meets() -> str:

@@ -40,12 +40,46 @@ class Collective:
     error: BaseException | None = None
 
 
+@dataclass(eq=False)
+class Message:
+    """Message of a rank.
+
+    Attributes:
+        source: number in the group of the rank that has sent it.
+        tensors: copies of what was sent.
+    """
+
+    source: int
+    tensors: list[Tensor]
+
+
+@dataclass(eq=False)
+class Receipt:
+    """Receiving of a message: it gets the first one that comes from one of some ranks.
+
+    Attributes:
+        sources: numbers of these ranks in the group.
+        message: what was received; ``None`` until then.
+    """
+
+    sources: Sequence[int]
+    message: Message | None = None
+
+
 class Mailbox:
-    """Messages of one rank to another under one tag: the n-th that is awaited is the n-th that was sent."""
+    """Messages to one rank under one tag: the first that is sent goes to the first who can receive it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.sent, self.awaited = list[list[Tensor]](), 0
-        self.taken, self.arrived = Signal(scheduler), Signal(scheduler)
+        self.sent, self.awaited, self.changed = list[Message](), list[Receipt](), Signal(scheduler)
+
+    def match(self) -> None:
+        """Give messages to those who receive them."""
+        for receipt in list(self.awaited):
+            receipt.message = next((each for each in self.sent if each.source in receipt.sources), None)
+            if receipt.message is not None:
+                self.sent.remove(receipt.message)
+                self.awaited.remove(receipt)
+                self.changed.notify_all()
 
 
 class Exchanges:
@@ -55,13 +89,14 @@ class Exchanges:
         self.scheduler = scheduler
         self.collectives: dict[Any, Collective] = {}
         self.mail: defaultdict[Any, Mailbox] = defaultdict(lambda: Mailbox(scheduler))
-        self.any_mail: defaultdict[Any, Signal] = defaultdict(lambda: Signal(scheduler))
+        self.works = set[SimulatedWork]()  # torch 2.6 keeps the native part of one alone, which waits forever
 
 
 class SimulatedWork(dist.Work):
     """Handle of a collective or message: `wait` gives up the rank's turn until it has ended, and writes the outputs.
 
     Args:
+        exchanges: of the simulation.
         signal: told when it may have ended.
         words: what it is.
         has_ended: returns whether it has.
@@ -69,10 +104,17 @@ class SimulatedWork(dist.Work):
     """
 
     def __init__(
-        self, signal: Signal, words: Words, has_ended: Callable[[], bool], take: Callable[[], list[Tensor]]
+        self,
+        exchanges: Exchanges,
+        signal: Signal,
+        words: Words,
+        has_ended: Callable[[], bool],
+        take: Callable[[], list[Tensor]],
     ) -> None:
         super().__init__()
-        self._signal, self._words, self._has_ended, self._take = signal, words, has_ended, take
+        self._exchanges, self._signal, self._words = exchanges, signal, words
+        self._has_ended, self._take = has_ended, take
+        exchanges.works.add(self)
         self._result: list[Tensor] | None = None
         self.source = -1
 
@@ -81,6 +123,7 @@ class SimulatedWork(dist.Work):
             if self._has_ended():
                 self._result = self._take()
                 self._take, self._has_ended, self._words = list, lambda: True, ""  # which hold all ranks' tensors
+                self._exchanges.works.discard(self)
             else:
                 self._signal.wait(words=self._words)
         return self._result
@@ -96,21 +139,13 @@ class SimulatedWork(dist.Work):
         future.set_result(self.result())
         return future
 
+    def _source_rank(self) -> int:
+        return self.source
+
     def is_completed(self) -> bool:
         if self._result is None:
             self._signal.scheduler.sleep(0)
         return (self._result is not None or self._has_ended()) and self.wait()
-
-    def is_success(self) -> bool:
-        return self._result is not None
-
-    def exception(self) -> None:
-        return None
-
-    def source_rank(self) -> int:
-        return self.source
-
-    block_current_stream, _source_rank = synchronize, source_rank
 
 
 _ProcessGroup: type[Any] = dist.ProcessGroup  # whose stubs declare other ways to call each method too
@@ -124,24 +159,20 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         rank: this rank's number in the group.
         size: number of ranks in it.
         key: the group, the same on all its ranks, and on no other group of the simulation.
-        name: torch's.
     """
 
-    def __init__(self, exchanges: Exchanges, rank: int, size: int, key: Any, name: str) -> None:
+    def __init__(self, exchanges: Exchanges, rank: int, size: int, key: Any) -> None:
         super().__init__(rank, size)
         self._exchanges, self._rank, self._size, self._key, self._begun = exchanges, rank, size, key, 0
-        self._name, self._description = name, ""
+        self._name = self._description = ""
         self._ranks: list[int] = []  # in the world, which torch knows once the group is made
         self._together: list[SimulatedWork] | None = None  # begun since `_start_coalescing`
 
     def getBackendName(self) -> str:
         return "simulated"
 
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
+    def _get_backend(self, device: Any) -> SimulatedGroup:
+        return self
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -154,7 +185,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self, *_: Any) -> None: ...
 
-    name, abort, set_timeout, _set_sequence_number_for_group = getBackendName, shutdown, shutdown, shutdown
+    abort = set_timeout = shutdown
     group_name = property(lambda self: self._name)
     group_desc = property(lambda self: self._description)
     _device_types = property(lambda self: [torch.device("cpu")])
@@ -165,7 +196,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: Any) -> SimulatedWork:
         works, self._together = self._together or [], None
         signal = Signal(self._exchanges.scheduler)
-        return SimulatedWork(signal, "", lambda: True, lambda: [each for work in works for each in work.result()])
+        results = lambda: [each for work in works for each in work.result()]  # noqa: E731
+        return SimulatedWork(self._exchanges, signal, "", lambda: True, results)
 
     # Collectives
 
@@ -232,7 +264,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             return list(outputs or ()) if result is None else result
 
         has_ended = lambda: made.values is not None or made.error is not None  # noqa: E731
-        work = SimulatedWork(made.signal, awaited, has_ended, take)
+        work = SimulatedWork(exchanges, made.signal, awaited, has_ended, take)
         if self._together is not None:
             self._together.append(work)
         return work
@@ -318,50 +350,34 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> SimulatedWork:
         exchanges, what = self._exchanges, _call("send", tensors, f"to rank {to}")
         exchanges.scheduler.event(what)
-        box = exchanges.mail[self._key, self._rank, to, tag]
-        box.sent.append(_copies([tensors]))
-        number = len(box.sent)
-        for signal in (box.arrived, exchanges.any_mail[self._key, to, tag]):
-            signal.notify_all()
+        box, message = exchanges.mail[self._key, to, tag], Message(self._rank, _copies([tensors]))
+        box.sent.append(message)
+        box.match()
         # A backend keeps no message for a rank that does not wait for it.
-        return SimulatedWork(box.taken, what, lambda: box.awaited >= number, lambda: tensors)
+        return SimulatedWork(exchanges, box.changed, what, lambda: message not in box.sent, lambda: tensors)
 
     def recv(self, tensors: list[Tensor], by: int, tag: int = 0) -> SimulatedWork:
-        box = self._exchanges.mail[self._key, by, self._rank, tag]
-        what = _call("recv", tensors, f"from rank {by}")
-        self._exchanges.scheduler.event(what)
-        number, box.awaited = box.awaited, box.awaited + 1
-        box.taken.notify_all()
-        work = SimulatedWork(
-            box.arrived, what, lambda: len(box.sent) > number, lambda: _taken(tensors, box.sent, number)
-        )
-        work.source = by
-        return work
+        return self._receive(tensors, [by], tag, f"from rank {by}")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimulatedWork:
-        exchanges, what = self._exchanges, _call("recv", tensors, "from any rank")
-        exchanges.scheduler.event(what)
+        return self._receive(tensors, range(self._size), tag, "from any rank")
 
-        def waiting() -> list[tuple[int, Mailbox]]:
-            boxes = ((rank, exchanges.mail[self._key, rank, self._rank, tag]) for rank in range(self._size))
-            return [(rank, box) for rank, box in boxes if len(box.sent) > box.awaited]
+    def _receive(self, tensors: list[Tensor], sources: Sequence[int], tag: int, words: str) -> SimulatedWork:
+        exchanges, what, receipt = self._exchanges, _call("recv", tensors, words), Receipt(sources)
+        exchanges.scheduler.event(what)
+        box = exchanges.mail[self._key, self._rank, tag]
+        box.awaited.append(receipt)
+        box.match()
 
         def take() -> list[Tensor]:
-            work.source, box = waiting()[0]
-            box.awaited += 1
-            box.taken.notify_all()
-            return _taken(tensors, box.sent, box.awaited - 1)
+            assert receipt.message is not None
+            for tensor, value in zip(tensors, receipt.message.tensors, strict=True):
+                _write(tensor, value)
+            work.source = receipt.message.source
+            return tensors
 
-        signal = exchanges.any_mail[self._key, self._rank, tag]
-        work = SimulatedWork(signal, what, lambda: bool(waiting()), take)
+        work = SimulatedWork(exchanges, box.changed, what, lambda: receipt.message is not None, take)
         return work
-
-
-def _taken(tensors: list[Tensor], sent: list[list[Tensor]], number: int) -> list[Tensor]:
-    message, sent[number] = sent[number], []
-    for tensor, value in zip(tensors, message, strict=True):
-        _write(tensor, value)
-    return tensors
 
 
 def _write(output: Tensor, value: Tensor) -> None:

@@ -17,13 +17,11 @@ from distwrap.launch.base import Job, Launcher
 from distwrap.launch.callers_models import given_models, say_what_stays
 from distwrap.launch.outcome import Outcome, failure, success
 from distwrap.launch.task import Assignment
-from distwrap.options import QUIET, switched_on
 from distwrap.strategies.base import Strategy
-from distwrap.testing.simulation.faults import Fail, watched
+from distwrap.testing.simulation.faults import Fail, let_fail
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.scheduler import Cancelled
 from distwrap.testing.simulation.simulation import Simulation
-from distwrap.wording import print_notice
 
 
 class SimulateLauncher(Launcher):
@@ -81,18 +79,17 @@ class SimulateLauncher(Launcher):
                     outcomes.append(failure(rank, failures.explained(error)))
                 raise
 
-        if not switched_on(os.environ, QUIET):
-            shared = "" if is_script else ", and share all modules"
-            print_notice(f"{job.nprocs} simulated ranks: threads of this process, which take turns{shared}")
-        with watched(simulation.scheduler, self.fail):
-            # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
-            failed = simulation.run(body, state, first_here=False)
+        simulation.announce("" if is_script else ", and share all modules")
+        if self.fail is not None:
+            let_fail(simulation.scheduler, self.fail)
+        # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
+        simulation.run(body, state, first_here=False)
         if any(outcome.failed for outcome in outcomes):
             return outcomes
         for task in simulation.scheduler.tasks:
             if task.rank.is_dead:
                 number, event = task.rank.number, task.rank.events
                 raise WorkerDiedError(f"rank {number} was killed at its event {event}.", rank=number)
-        if failed is not None:
-            raise failed[1]
+        if simulation.scheduler.failure is not None:
+            raise simulation.scheduler.failure
         return outcomes

@@ -21,6 +21,7 @@ from distwrap.network import rendezvous
 from distwrap.seeding import RandomState
 from distwrap.supervision.stacks import is_users
 
+_ALSO_OWN = ("__main__", "hydra", "omegaconf")  # libraries that refuse to begin twice in a process
 _INSTALLED = ("site-packages", "dist-packages")  # also those of a user, and of an interpreter around this one
 _ENVIRON: Any = os.environb if os.supports_bytes_environ else os.environ
 
@@ -113,7 +114,7 @@ def _copied(value: Any) -> Any:
 
 
 def _is_own(name: str) -> bool:
-    if name == "__main__":
+    if name.partition(".")[0] in _ALSO_OWN:
         return True
     module = sys.modules[name]
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")

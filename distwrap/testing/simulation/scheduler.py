@@ -20,12 +20,8 @@ from distwrap.errors import DeadlockError
 from distwrap.supervision import stacks
 from distwrap.testing.simulation.process_state import ProcessState
 
-_ROUNDS = 3  # in which threads beside the ranks' main threads may still wake one of these
-# Moments of the clock, and simulated seconds, after which ranks that only look again and again count as stuck.
-_MOMENTS, _PATIENCE = 2000, 1800.0
-_MOMENTS_FOR_THE_DEAD = 100  # nobody is to be waited for then
+_MOMENTS = 5000  # of the clock, after which ranks that only look again and again count as stuck
 _INTERRUPT_SECONDS = 5.0  # for the thread whose turn it is to come to a wait after Ctrl-C
-_REFUSALS = 100  # errors that a thread which is to end may swallow
 
 Words = str | Callable[[], str]
 
@@ -90,11 +86,10 @@ class Task:
         turn: a lock that is free while the thread may go on.
         waits_for: in words, or a function that returns them, while it waits; empty while it is ready.
         signal: what it waits for.
-        turns: how often it has gone on, to tell an old moment of the clock from the one for which it waits now.
+        moment: number of the moment of the clock at which its wait ends; ``None`` where it has no limit.
         timed_out: whether the clock has ended the wait.
         has_ended: whether its body has returned or raised.
         ended: told when it has.
-        refusals: how often it was told that it is to end.
     """
 
     def __init__(self, scheduler: Scheduler, rank: Rank, body: Callable[[], object], *, is_main: bool) -> None:
@@ -104,7 +99,7 @@ class Task:
         self.turn.acquire()
         self.waits_for: Words = ""
         self.signal: Signal | None = None
-        self.turns = self.refusals = 0
+        self.moment: int | None = None
         self.timed_out = self.has_ended = False
         self.ended = Signal(scheduler)
 
@@ -140,7 +135,7 @@ class Scheduler:
         tasks: all threads.
         failure: why the run ends; ``None`` while it goes on.
         failed: the task that has raised it; ``None`` where no rank can go on.
-        fails: called before each event of a rank; see `simulate`.
+        fails: called before each event of a rank, if any of them may fail; see `simulate`.
         slept: simulated seconds in which all have waited for a moment.
     """
 
@@ -148,13 +143,13 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.failure: BaseException | None = None
         self.failed: Task | None = None
-        self.fails: Callable[[Rank, str], None] = lambda rank, what: None
+        self.fails: Callable[[Rank, str], None] | None = None
         self.slept = 0.0
         self._random = None if seed is None else random.Random(seed)
         self._ready: deque[Task] = deque()
-        self._moments: list[tuple[float, int, int, Task]] = []
+        self._moments: list[tuple[float, int, Task]] = []
         self._numbers = itertools.count()
-        self._passed, self._rounds, self._woken_at = 0, 0, 0.0  # since a main thread was woken by another thread
+        self._passed = 0  # moments since a main thread was woken by another thread
         self._here = threading.local()
         self._is_over = threading.Event()
         self._active: Rank | None = None
@@ -223,6 +218,7 @@ class Scheduler:
     def _give_up_turn(self, task: Task) -> None:
         self._pass_on()
         self._until(task.turn.acquire)
+        self._refuse_after_failure()
 
     def _until(self, wait: Callable[..., bool]) -> None:
         """Wait; an error of a signal's handler meanwhile is raised where the thread whose turn it is waits next."""
@@ -250,29 +246,23 @@ class Scheduler:
                 return None
 
     def _pass_time(self) -> bool:
-        """Move the clock to the next moment for which a thread waits; return whether one does, or may be helped."""
-        if self._is_stuck():
+        """Move the clock to the next moment for which a thread waits; return whether one does.
+
+        None does where the main threads wait for what only another rank can do, or look for it for too long; nor after
+        a rank's death, with which a launcher would end the others.
+        """
+        live = list(filter(self._may_go_on, self.tasks))
+        may_be_helped = any(task.is_main and task.moment is not None for task in live)
+        if not may_be_helped or self._passed > _MOMENTS or any(task.rank.is_dead for task in self.tasks):
             return False
         while self._moments:
-            moment, _, turns, task = heapq.heappop(self._moments)
-            if task.turns == turns and task.waits_for and self._may_go_on(task):
-                self.slept = max(self.slept, moment)
-                self._passed += 1
-                task.timed_out = True
+            moment, number, task = heapq.heappop(self._moments)
+            if task.moment == number and self._may_go_on(task):
+                self.slept, self._passed = max(self.slept, moment), self._passed + 1
                 self.make_ready(task)
+                task.timed_out = True
                 return True
         return False
-
-    def _is_stuck(self) -> bool:
-        """Return whether the main threads wait for what only another rank can do, or look for it for too long."""
-        live = list(filter(self._may_go_on, self.tasks))
-        timed = {id(task) for _, _, turns, task in self._moments if task.turns == turns}
-        if not any(task.is_main and id(task) in timed for task in live):
-            self._rounds += 1
-            return self._rounds > _ROUNDS * sum(not task.is_main for task in live)
-        if any(task.rank.is_dead for task in self.tasks):
-            return self._passed > _MOMENTS_FOR_THE_DEAD
-        return self._passed > _MOMENTS and self.slept - self._woken_at > _PATIENCE
 
     def _end_stuck(self) -> bool:
         """Let all that have not ended go on, to learn that the run has failed; return whether there are any."""
@@ -291,13 +281,13 @@ class Scheduler:
         if self._ends and task.thread is None:  # it has not begun
             task.has_ended = True
         is_dead = task.rank.is_dead and not self._also_the_dead
-        return not (task.has_ended or is_dead or task.refusals > _REFUSALS)
+        return not (task.has_ended or is_dead)
 
     def make_ready(self, task: Task) -> None:
         """Let a thread have a turn."""
         if task.signal is not None:
             task.signal.waiting.remove(task)
-        task.signal, task.waits_for = None, ""
+        task.signal, task.waits_for, task.moment = None, "", None
         self._ready.append(task)
 
     # What a thread may do in its turn
@@ -307,18 +297,17 @@ class Scheduler:
         task = self._task()
         task.signal, task.waits_for, task.timed_out = signal, words, False
         signal.waiting.append(task)
-        task.turns += 1
         if seconds is not None:
-            heapq.heappush(self._moments, (self.slept + max(seconds, 0.0), next(self._numbers), task.turns, task))
+            task.moment = next(self._numbers)
+            heapq.heappush(self._moments, (self.slept + max(seconds, 0.0), task.moment, task))
         self._give_up_turn(task)
-        self._refuse_after_failure(task)
         return not task.timed_out
 
     def notify(self, tasks: list[Task]) -> None:
         """Let threads that wait go on."""
         for task in list(tasks):
             if task.is_main:
-                self._passed, self._rounds, self._woken_at = 0, 0, self.slept
+                self._passed = 0
             self.make_ready(task)
 
     def event(self, what: str) -> None:
@@ -331,11 +320,11 @@ class Scheduler:
         """
         task = self._task()
         task.rank.events += 1
-        self.fails(task.rank, what)
+        if self.fails is not None:
+            self.fails(task.rank, what)
         if self._random is not None and self._random.random() < 0.5:
             self._ready.append(task)
             self._give_up_turn(task)
-            self._refuse_after_failure(task)
 
     def sleep(self, seconds: float) -> None:
         """Let simulated seconds pass."""
@@ -354,7 +343,6 @@ class Scheduler:
         task = self._task()
         task.rank.is_dead = True
         self._give_up_turn(task)  # until no other can go on any more
-        raise Cancelled
 
     def _task(self) -> Task:
         task = self.current()
@@ -363,19 +351,14 @@ class Scheduler:
                 f"the thread {threading.current_thread().name!r} is none of a simulated rank: threads of your own, and "
                 "workers of loaders, cannot take part in collectives of simulated ranks."
             )
-        self._refuse_after_failure(task)
+        self._refuse_after_failure()
         return task
 
-    def _refuse_after_failure(self, task: Task) -> None:
+    def _refuse_after_failure(self) -> None:
         if self._interrupt is not None:
             self.fail(self._interrupt)
-        if not self._ends:
-            return
-        task.refusals += 1
-        if task.refusals > _REFUSALS:  # it goes on all the same
-            self._pass_on()  # the others end without it
-            threading.Event().wait()
-        raise Cancelled
+        if self._ends:
+            raise Cancelled
 
     def whereabouts(self) -> str:
         """Return in words where each rank is, a line for each."""

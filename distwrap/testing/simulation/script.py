@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,12 +13,10 @@ from distwrap._internals.torch_devices import OneDevice, answered_for_ranks
 from distwrap.environments import distwrap_environment, torchrun
 from distwrap.errors import OptionError
 from distwrap.group.setup import import_before_group
-from distwrap.options import QUIET, switched_on
 from distwrap.seeding import seed_generators
 from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.simulation import Simulation
-from distwrap.wording import print_notice
 
 _PORT = "29500"
 
@@ -66,32 +63,24 @@ def failure_of(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
             if error.code not in (None, 0):
                 raise
 
-    if not switched_on(os.environ, QUIET):
-        print_notice(
-            f"{ranks} simulated ranks, threads of this process that take turns; every device is {simulation.device}"
-        )
+    simulation.announce(f"; every device is {simulation.device}")
     with (
         mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
         mock.patch.object(sys, "argv", [path, *arguments]),
         answered_for_ranks(is_users, ranks, simulation.rank, mode),
     ):
         import_before_group()
-        failed = simulation.run(body, state, first_here=True)
+        simulation.run(body, state, first_here=True)
     sys.stdout.flush()  # what the ranks have printed comes first
-    if failed is None:
-        return ""
-    rank, cause = failed
-    if rank is None and not isinstance(cause, Exception):
-        raise cause  # Ctrl-C
-    return _told(rank, cause)
-
-
-def _told(rank: int | None, error: BaseException) -> str:
-    if rank is None:
-        return str(error)
-    if isinstance(error, SystemExit):
-        return f"rank {rank} called sys.exit({error.code!r})"
-    trace = error.__traceback__
+    cause, failed = simulation.scheduler.failure, simulation.scheduler.failed
+    if cause is None or failed is None:
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # Ctrl-C
+        return str(cause or "")
+    rank = failed.rank.number
+    if isinstance(cause, SystemExit):
+        return f"rank {rank} called sys.exit({cause.code!r})"
+    trace = cause.__traceback__
     for _ in range(3):  # our frames, around the script
         trace = trace and trace.tb_next
-    return f"rank {rank} raised:\n{''.join(traceback.format_exception(type(error), error, trace))}"
+    return f"rank {rank} raised:\n{''.join(traceback.format_exception(type(cause), cause, trace))}"

@@ -6,19 +6,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from distwrap import simulated
 from distwrap._internals.torch import default_device
@@ -27,13 +21,13 @@ from distwrap.environments import Placement
 from distwrap.errors import LaunchError
 from distwrap.group.world import active_world, deactivate
 from distwrap.network import rendezvous
-from distwrap.supervision.channel import TICK_SECONDS, Channel
+from distwrap.options import QUIET, switched_on
+from distwrap.supervision.channel import Channel
 from distwrap.testing.simulation.groups import Exchanges, SimulatedGroup
 from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.scheduler import Cancelled, Rank, Scheduler, Signal, Task
 from distwrap.testing.simulation.store import SimulatedStore
-
-STEP_SECONDS = 0.1  # simulated, for a step of an algorithm that averages in the background
+from distwrap.wording import print_notice
 
 
 class Simulation:
@@ -54,20 +48,21 @@ class Simulation:
         self._ranks, self._store = ranks, SimulatedStore(self.scheduler, ranks)
         self._exchanges = Exchanges(self.scheduler)
         self._groups: Counter[Any] = Counter()
-        self._makers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._makers: dict[int, int] = {}  # of modules, by their ids
+        self._process = os.getpid()
 
-    def run(
-        self, body: Callable[[int], object], state: Callable[[int], ProcessState], *, first_here: bool
-    ) -> tuple[int | None, BaseException] | None:
-        """Run a function for each rank, until all have returned or none can go on.
+    def announce(self, more: str) -> None:
+        """Print the start line, unless the run is to be quiet."""
+        if not switched_on(os.environ, QUIET):
+            print_notice(f"{self._ranks} simulated ranks: threads of this process, which take turns{more}")
+
+    def run(self, body: Callable[[int], object], state: Callable[[int], ProcessState], *, first_here: bool) -> None:
+        """Run a function for each rank, until all have returned or none can go on; the scheduler knows of failures.
 
         Args:
             body: what each rank runs, given its number.
             state: returns that of a rank's process at the start.
             first_here: whether rank 0 runs in this thread, which gets signals.
-
-        Returns:
-            The rank that has failed first, or ``None`` where none can go on, and why.
 
         Raises:
             LaunchError: ranks are simulated in this process already.
@@ -78,11 +73,8 @@ class Simulation:
 
         def run(rank: int) -> None:
             torch.set_num_threads(threads)  # which OpenMP keeps for each thread
-            with ExitStack() as stack:
-                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                if default is not None and default_device() != default:  # the caller's is that of its thread alone
-                    stack.enter_context(default)
-                stack.callback(_leave)
+            missing = default if default_device() != default else None  # the caller's is that of its thread alone
+            with torch.autograd.set_multithreading_enabled(False), missing or nullcontext():
                 try:
                     body(rank)
                 except Cancelled:
@@ -90,46 +82,41 @@ class Simulation:
                 except BaseException as error:
                     clock.fail(error, clock.current())  # before the rank leaves, which may lead to others
                     raise
+                finally:
+                    _leave()
 
-        with ExitStack() as stack:
-            # Before the ranks' states are made, of which torch's hooks are a part.
-            for hook in (register_module_parameter_registration_hook, register_module_module_registration_hook):
-                stack.callback(hook(self._note_maker).remove)
-            states = [state(rank) for rank in range(self._ranks)]
-            for number, own in enumerate(states):
-                Task(clock, Rank(number, own), partial(run, number), is_main=True).start()
-            here = ProcessState.capture(owns_modules=states[0].modules is not None)
-            stack.enter_context(simulated_torch(lambda: self._store, self.is_rank, clock.sleep, lambda: clock.slept))
+        states = [state(rank) for rank in range(self._ranks)]
+        for number, own in enumerate(states):
+            Task(clock, Rank(number, own), partial(run, number), is_main=True).start()
+        here = ProcessState.capture(owns_modules=states[0].modules is not None)
+        with simulated_torch(self, self._store):
             simulated.running = self
             try:
                 clock.run(first_here=first_here)
             finally:
                 simulated.running = None
                 here.enter()
-        if clock.failure is None:
-            return None
-        return None if clock.failed is None else clock.failed.rank.number, clock.failure
 
     def make_group(self, options: Any) -> SimulatedGroup:
         """Return a process group of the rank whose turn it is."""
         key = (options.group_id, tuple(options.global_ranks_in_group))
         self._groups[self.rank(), key] += 1  # torch begins to count names anew where all groups were destroyed
         unique = (key, self._groups[self.rank(), key])
-        return SimulatedGroup(self._exchanges, options.group_rank, options.group_size, unique, options.group_id)
+        return SimulatedGroup(self._exchanges, options.group_rank, options.group_size, unique)
 
     def rank(self) -> int:
         """Return the rank whose thread this is; 0 in any other thread."""
         task = self.scheduler.current()
         return 0 if task is None else task.rank.number
 
-    def _note_maker(self, module: nn.Module, *_: Any) -> None:
-        if self.is_rank():
-            self._makers.setdefault(module, self.rank())
-
-    # What `distwrap.simulated` asks
+    # What torch, and `distwrap.simulated`, ask
 
     def is_rank(self) -> bool:
-        return simulated.running is self and self.scheduler.current() is not None
+        # A process that a rank forks, as a loader's worker, is no rank.
+        return simulated.running is self and self.scheduler.current() is not None and os.getpid() == self._process
+
+    def note_maker(self, module: Any) -> None:
+        self._makers[id(module)] = self.rank()
 
     def meet(self, placement: Placement) -> Store:
         store: Store = PrefixStore(f"distwrap/{rendezvous.begin_meeting()}", self._store)
@@ -138,7 +125,7 @@ class Simulation:
         return store
 
     def channel(self, *args: Any) -> Channel:
-        return _SimulatedChannel(self, *args)
+        return _SimulatedChannel(self, self._store.board.rings[self.rank()], *args)
 
     def thread(self, run: Callable[[], object]) -> Task:
         current = self.scheduler.current()
@@ -149,13 +136,7 @@ class Simulation:
         return Signal(self.scheduler)
 
     def has_made(self, module: Any) -> bool:
-        return self._makers.get(module) == self.rank()
-
-    def whereabouts(self) -> str:
-        return self.scheduler.whereabouts()
-
-    def pass_step(self) -> None:
-        self.scheduler.sleep(STEP_SECONDS)
+        return self._makers.get(id(module)) == self.rank()
 
 
 def _leave() -> None:
@@ -171,41 +152,31 @@ def _leave() -> None:
 
 
 def _make_group(options: Any, _: Any = None) -> SimulatedGroup:
-    assert isinstance(simulated.running, Simulation)
+    if not isinstance(simulated.running, Simulation):
+        raise LaunchError(f"the backend {BACKEND!r} is that of simulated ranks, and no ranks are simulated.")
     return simulated.running.make_group(options)
 
 
-def _end_in_child() -> None:
-    """Let a process that a rank forks, as a loader's worker, be no rank."""
-    simulated.running = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_in_child)
-
-# Nobody can ask for it by name but while ranks are simulated.
 dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
-dist.Backend.backend_list.remove(BACKEND)
 
 
 class _SimulatedChannel(Channel):
     """Side channel of a simulated rank: it serves what others ask. Who is stuck, or gone, the scheduler knows."""
 
-    def __init__(self, simulation: Simulation, *args: Any) -> None:
+    def __init__(self, simulation: Simulation, ring: Signal, *args: Any) -> None:
         super().__init__(*args)
-        self._thread: Any = simulation.thread(self._run)
+        self._ring, self._thread = ring, simulation.thread(self._run)  # type: ignore[assignment]
 
     def _halt(self) -> None:
         self._stopped.set()
+        self._ring.notify_all()
         self._bells.close()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self.look()
-            self._bells.clock.sleep(TICK_SECONDS)
-
-    def look(self) -> None:
-        heard = self._bells.heard()
-        if heard != self._heard:
-            self._heard = heard
-            self.work.look(True)
+            heard = self._bells.heard()
+            if heard == self._heard:
+                self._ring.wait(words="news of other ranks")
+            else:
+                self._heard = heard
+                self.work.look(True)

@@ -14,19 +14,24 @@ from distwrap.supervision.board import Board
 from distwrap.testing.simulation.scheduler import Scheduler, Signal
 
 
-class _Board(Board):
-    """Board of ranks of one process, which need not write their texts down."""
+class RingingBoard(Board):
+    """Board of simulated ranks, which wait for their bells.
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__(ranks=ranks)
-        self._of = [dict[str, Any]() for _ in range(ranks)]
+    Attributes:
+        rings: for each rank, told when its bell was rung.
+    """
 
-    def write(self, rank: int, texts: dict[str, Any], spare: int = 0) -> bool:
-        self._of[rank] = dict(texts)
-        return True
+    def __init__(self, scheduler: Scheduler, ranks: int) -> None:
+        super().__init__(ranks=ranks, texts=True)
+        self.rings = [Signal(scheduler) for _ in range(ranks)]
 
-    def read(self, rank: int) -> dict[str, Any]:
-        return self._of[rank]
+    def ring(self, rank: int) -> None:
+        super().ring(rank)
+        self.rings[rank].notify_all()
+
+    def ring_all(self) -> None:
+        for rank in range(len(self.rings)):
+            self.ring(rank)
 
 
 class SimulatedStore(Store):
@@ -40,13 +45,11 @@ class SimulatedStore(Store):
         board: of the ranks, beside the store.
     """
 
-    timeout = timedelta(minutes=30)
-
     def __init__(self, scheduler: Scheduler, ranks: int) -> None:
         super().__init__()
         self._scheduler, self._table = scheduler, HashStore()
         self._signals: defaultdict[str, Signal] = defaultdict(lambda: Signal(scheduler))
-        self.board = _Board(ranks)
+        self.board = RingingBoard(scheduler, ranks)
 
     def _call(self, name: str, *args: Any) -> Any:
         key = args[0] if args else ""
@@ -62,10 +65,8 @@ class SimulatedStore(Store):
     append = partialmethod(_call, "append")
     check = partialmethod(_call, "check")
     compare_set = partialmethod(_call, "compare_set")
-    delete_key = partialmethod(_call, "delete_key")
-    num_keys = partialmethod(_call, "num_keys")
-    list_keys = partialmethod(_call, "list_keys")
-    deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's native stores call them
+    deleteKey = partialmethod(_call, "delete_key")  # the names by which torch's own methods call these
+    getNumKeys = partialmethod(_call, "num_keys")
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
@@ -78,18 +79,8 @@ class SimulatedStore(Store):
         self.wait([key])
         return bytes(self._table.get(key))
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def has_extended_api(self) -> bool:
         return True
 
     def clone(self) -> SimulatedStore:
         return self
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
