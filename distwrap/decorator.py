@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import os
@@ -173,7 +172,7 @@ class DistributedFunction(DecoratedFunction):
         """Return a function that proves a call of this one: ``train.prove()(…)``; see `distwrap.testing.prove`."""
         # By its name: it is above all that a decorated function needs.
         prove = importlib.import_module("distwrap.testing").prove
-        return functools.partial(prove, self, **options)
+        return lambda *args, **kwargs: prove(self, *args, keywords=kwargs, **options)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), "options", "prove"]

@@ -125,6 +125,21 @@ def shard_loader(
     one_of("batch_size", get_args(BatchSize))("batch_size", batch_size)
     one_of("order", get_args(Orders))("order", order)
     one_of("split", get_args(Split))("split", split)
+    return shard(loader, mode, batch_size, order, split, seed=seed, device=device, copy_ahead=copy_ahead)
+
+
+def shard(
+    loader: DataLoader[Item],
+    mode: Modes,
+    batch_size: BatchSize,
+    order: Orders,
+    split: Split,
+    *,
+    seed: int | None,
+    device: torch.device | str | None,
+    copy_ahead: bool,
+) -> ShardedLoader[Item]:
+    """Do what `shard_loader` does, with options that are known; a proof takes other ones in their place."""
     world = current_world()
     world.part(Activity).record("shard_loader")
     if world.tells_others:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distwrap.errors import ProofError
@@ -13,6 +13,7 @@ from distwrap.prove.world import Program
 def prove(
     fn: Callable[..., Any],
     *args: Any,
+    keywords: Mapping[str, Any] | None = None,
     ranks: Sequence[int] = (2, 3, 4),
     steps: int = 12,
     batch: int | None = None,
@@ -25,6 +26,7 @@ def prove(
     Args:
         fn: a function with the loop, decorated or not.
         *args: its arguments.
+        keywords: its arguments by name.
         ranks: numbers of ranks to compare with one process.
         steps: of optimizers, after which a rank has been seen enough.
         batch: size of the batch of all ranks together, which all numbers of ranks divide.
@@ -51,7 +53,7 @@ def prove(
         >>> prove(train, ranks=[2]).verdict
         'equal'
     """
-    program = Program(function=fn, arguments=args, real=real, steps=steps, epochs=epochs, batch=batch)
+    program = Program("", args, keywords or {}, function=fn, real=real, steps=steps, epochs=epochs, batch=batch)
     proof = proven(program, ranks=ranks, resume=resume)
     if proof.exit_code:
         raise ProofError(str(proof))

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,21 +21,22 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from distwrap import data, simulated
+from distwrap import simulated
 from distwrap._internals.torch_prove import batches_of
 from distwrap._internals.torch_simulation import replaced
 from distwrap.comm.allreduce import AllReduce
 from distwrap.data import loader as loaders
-from distwrap.data.loader import shard_loader
+from distwrap.data.loader import shard
 from distwrap.data.sharded import innermost
-from distwrap.decorator import distributed
 from distwrap.environments import torchrun
-from distwrap.errors import LaunchError
+from distwrap.errors import DistwrapError, LaunchError
 from distwrap.launch.worker import tie_to_parent
 from distwrap.network.waiting import wait_until
+from distwrap.places import place
 from distwrap.protocols import Wrapping
 from distwrap.prove.observer import Observer, Seen, numbers_in
 from distwrap.strategies.ddp import DDPStrategy
+from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.script import failure_of
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -98,6 +99,7 @@ class Program:
     Attributes:
         script: its path; empty for a function.
         arguments: of either.
+        keywords: arguments of the function by name.
         function: called on each rank.
         allow_writes: whether it may change files outside of its folder, and connect to other machines.
         double: whether it computes in float64.
@@ -109,6 +111,7 @@ class Program:
 
     script: str = ""
     arguments: Sequence[Any] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
     allow_writes: bool = False
     double: bool = False
@@ -217,7 +220,8 @@ class _Child:
             if program.double:
                 torch.set_default_dtype(torch.float64)
             # CUDA does not work after a fork.
-            os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": "", **self._variables()})
+            quiet = {"DISTWRAP_QUIET": "1", "DISTWRAP_TRACEBACK": "full", "CUDA_VISIBLE_DEVICES": ""}
+            os.environ.update({**quiet, **self._variables()})
             if program.real:
                 os.dup2(output.fileno(), 2)  # native code warns when another rank stops first
             with (
@@ -256,14 +260,14 @@ class _Child:
                 wrapping = replace(wrapping, comm=AllReduce())
             return real(strategy, model, world, wrapping)
 
-        shards = [(owner, "shard_loader", _shard) for owner in (sys.modules["distwrap"], data, loaders)]
-        return replaced([*shards, (DDPStrategy, "prepare_model", prepare)])
+        return replaced([(loaders, "shard", _shard), (DDPStrategy, "prepare_model", prepare)])
 
     def _variables(self) -> dict[str, str]:
         if not self._program.real:
             return {"DISTWRAP_SIMULATE": str(self._size.ranks)}
         own, ranks = str(self._rank), str(self._size.ranks)
         numbers = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        numbers["OMP_NUM_THREADS"] = "1"  # the threads of OpenMP are not here after the fork, and would be waited for
         return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), torchrun.AGENT: "prove"}
 
     def _batch(self, said: int) -> int:
@@ -287,8 +291,8 @@ class _Child:
         program = self._program
         if program.function is not None:
             is_decorated = hasattr(program.function, "options")
-            function = program.function if is_decorated else distributed()(program.function)
-            return function(*program.arguments)
+            function = program.function if is_decorated else sys.modules["distwrap"].distributed()(program.function)
+            return function(*program.arguments, **program.keywords)
         words = list(map(str, program.arguments))
         if not program.is_decorated and not program.real:
             if failure := failure_of(program.script, self._size.ranks, words):
@@ -304,16 +308,14 @@ class _Child:
         return None
 
 
-def _shard(loader: Any, **options: Any) -> Any:
+def _shard(loader: Any, mode: Any, batch_size: Any, order: Any, split: Any, **options: Any) -> Any:
     """Shard a loader so that each step's samples are those of one process."""
     shuffles = isinstance(loader, DataLoader) and isinstance(innermost(loader), RandomSampler)
-    if not shuffles:
-        options.pop("order", None)
-    elif options.get("order", "auto") == "auto":
-        options["order"] = "torch"
-    if shuffles and options.get("mode", "auto") == "auto":
-        options["mode"] = "drop"
-    return shard_loader(loader, **{**options, "batch_size": "per_rank"})
+    if order == "auto" and shuffles:
+        order = "torch"
+    if mode == "auto" and shuffles:
+        mode = "drop"
+    return shard(loader, mode, "per_rank", order if shuffles else "auto", split, **options)
 
 
 def _guard(folder: Path, program: Program) -> list[str]:
@@ -349,4 +351,14 @@ def _guard(folder: Path, program: Program) -> list[str]:
 
 
 def _in_words(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(type(error), error)).strip()
+    """Return an error's type and message, and where it was raised, also in the user's code."""
+    words = "".join(traceback.format_exception_only(type(error), error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, DistwrapError) or not frames:
+        return words
+    at = [place(each.filename, each.lineno or 0) for each in (*filter(_is_of_loop, frames), frames[-1])]
+    return f"{words} (at {', '.join(dict.fromkeys(at[-2:]))})"
+
+
+def _is_of_loop(frame: traceback.FrameSummary) -> bool:
+    return is_users(frame.filename) and not frame.filename.endswith("runpy.py")

@@ -91,7 +91,7 @@ decorated = dw.distributed(nprocs=2)(train)
 def test_a_function_decorated_or_not() -> None:
     """What hides behind a clip, and behind Adam, is seen before it."""
     assert prove(train, 1.0, ranks=[2]).comparisons[0].compared["returned numbers"] == 1
-    assert decorated.prove(ranks=[3])(1.0).verdict == "equal"
+    assert decorated.prove(ranks=[3])(scale=1.0).verdict == "equal"
     with pytest.raises(ProofError, match="DW101 sum-loss") as error:
         decorated.prove(ranks=[2, 3])(0.0)
     assert "step 1, the gradients of all parameters at test_prove.py:" in str(error.value)

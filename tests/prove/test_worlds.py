@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import distwrap as dw
+from distwrap import shard_loader
 from distwrap.cli import main
 from distwrap.comm import PowerSGD
 from distwrap.errors import ProofError
@@ -67,7 +68,7 @@ def train(*, shards: bool = True, by_name: bool = True, epochs: int = 1, lost: s
     model = dw.wrap_model(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(Pairs(), batch_size=12, shuffle=True)
-    loader = dw.shard_loader(loader) if shards else loader
+    loader = shard_loader(loader) if shards else loader
     kept = {"model": model, "optimizer": optimizer, "loader": loader}
     kept.pop(lost, None)
     state = dw.resume_from("last.pt", into=kept) if epochs > 1 else None
