@@ -68,14 +68,14 @@ def without_dropout(left_out: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def hooked_epochs(watched: Callable[[object, Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
+def hooked_epochs(watched: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
     """Give each loader's iterators to a function, which returns what the loop gets, within a ``with``.
 
     Relies on ``torch.utils.data:DataLoader.__iter__``.
     Without it: no end of an epoch is known.
     """
     real = DataLoader.__iter__
-    with replaced([(DataLoader, "__iter__", lambda loader: watched(loader, real(loader)))]):
+    with replaced([(DataLoader, "__iter__", lambda loader: watched(real(loader)))]):
         yield
 
 
@@ -96,6 +96,13 @@ def hooked_backward(ended: Callable[[list[float]], None]) -> Iterator[None]:
 
     with replaced([(torch.autograd, "backward", backward)]):
         yield
+
+
+class _Cut(Subset[Any]):
+    """First items of a data set, with its attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
 
 
 @contextmanager
@@ -125,9 +132,9 @@ def batches_of(size: Callable[[int], int], ranks: int, most: int = 0) -> Iterato
             if most and isinstance(sampler, DistributedSampler):
                 samples = range(min(len(dataset), batch_size * sampler.num_replicas * most))
                 options = {name: getattr(sampler, name) for name in ("rank", "shuffle", "seed", "drop_last")}
-                sampler.__init__(Subset(dataset, samples), sampler.num_replicas, **options)  # type: ignore[misc]
+                DistributedSampler.__init__(sampler, _Cut(dataset, samples), sampler.num_replicas, **options)
             elif most and whole and sampler is None and not isinstance(dataset, IterableDataset):
-                dataset = Subset(dataset, range(min(len(dataset), whole * most)))
+                dataset = _Cut(dataset, range(whole * most)) if len(dataset) > whole * most else dataset
             if whole and not isinstance(dataset, IterableDataset) and len(dataset) > whole:
                 # Which loaders draw from in one process, and not on ranks: the loop's own numbers are to be alike.
                 kw.setdefault("generator", torch.Generator().manual_seed(0))

@@ -17,6 +17,7 @@ from distwrap.wording import named_ranks
 
 _EPSILONS = 4000.0  # of the type of numbers, by which tensors may differ in the first step
 _LEAST = 1e-7  # also in float64, where optimizers divide rounding by small numbers
+_SMALL = 1e-2  # of what a step changes, by which that may differ
 _SHARE = 1e-3  # of the largest gradient of a step, below which one is as good as zero
 
 
@@ -91,6 +92,8 @@ def compare(one: World, several: World, resumed: int = 0) -> Comparison:
     }
     known = BY_NAME.get(difference.mistake)
     difference.is_ignored = known is not None and is_ignored(comments.get(difference.place, ""), known.id)
+    if difference.is_ignored and difference.step:
+        found.notes.append(f"after what is ignored in step {difference.step} nothing was compared")
     return found
 
 
@@ -100,7 +103,7 @@ def _compare(one: World, several: World, found: Comparison) -> None:
     if found.resumed:
         begun = [seen.steps[0].begun for seen in ranks if seen.steps]
         starts = [step for step, each in enumerate(alone.steps) if begun and not _of_tensors(begun, each.begun, step)]
-        start = max(starts[:1], default=0)
+        start = min(starts, key=lambda step: _distance(begun[0], alone.steps[step].begun), default=0)
         found.is_comparable = start > 0
         if begun and not starts:
             found.difference = Difference("state-lost", what="the weights, which one process has in no step")
@@ -133,7 +136,8 @@ def _compare(one: World, several: World, found: Comparison) -> None:
         named = [each.name for each in CATALOGUE if f"({each.id})" in several.error]
         found.difference = Difference((*named, "failed")[0], found.steps + 1, how=several.error)
     elif found.resumed:
-        return
+        if alone.has_ended and any(len(seen.steps) > len(alone.steps) - start for seen in ranks):
+            found.difference = Difference("state-lost", what="steps, which go on past the end of one process")
     elif len(counts) > 1:
         made = ", ".join(f"{len(seen.steps)} on rank {rank}" for rank, seen in enumerate(ranks))
         place = alone.steps[0].place if alone.steps else ""
@@ -145,10 +149,13 @@ def _compare(one: World, several: World, found: Comparison) -> None:
 def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference:
     place = several[0].place
     for rank, step in enumerate(several):
-        if not _are_the_same(step.rates, one.rates):
-            how = f"{step.rates} on rank {rank}, {one.rates} in one process"
-            return Difference("learning-rate", number, place, "the learning rate", how)
-    found.compared["learning rates"] += len(one.rates)
+        for name, mine in one.options.items():
+            if not _are_the_same(theirs := step.options.get(name, []), mine):
+                what = "the learning rate" if name == "lr" else f"the optimizer's {name}"
+                return Difference(
+                    "learning-rate", number, place, what, f"{theirs} on rank {rank}, {mine} in one process"
+                )
+    found.compared["learning rates"] += len(one.options.get("lr", []))
     samples = _of_samples(one, several, found, alone)
     if apart := _of_weights(number, place, [each.begun for each in several], one.begun, ", before"):
         return apart
@@ -157,7 +164,7 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     by_hand = any(_are_apart([each.after_backward.get(name) for each in several]) for name in before)
     if at_step or (before and not by_hand):  # an exchange by hand comes after the backward
         draws = 2 * sum(each.draws for each in alone.steps) >= len(alone.steps)
-        if samples == "unknown" or (draws and _common_ratio(at_step or before) is None):
+        if (samples == "unknown" or draws) and _common_ratio(at_step or before) is None:
             found.is_comparable = False
             return Difference()
         differ = at_step if by_hand or not before else before
@@ -171,11 +178,13 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     # Adam makes steps of any size from gradients that are zero but for rounding: float64 decides.
     if apart := _of_weights(number, place, [each.weights for each in several], one.weights, size=0.0):
         return apart
+    if changed := [name for name in one.weights if not all(_changes_alike(name, one, each) for each in several)]:
+        what = f"what the step changes in {_names(changed, one.weights)}"
+        return Difference("weights-apart", number, place, what, size=0.0)
     found.compared["weights"] += len(one.weights)
-    buffers = _of_tensors([each.buffers for each in several], one.buffers, number)
-    if buffers and not alone.statistics:
+    if buffers := _of_tensors([each.buffers for each in several], one.buffers, number):
         return Difference("weights-apart", number, place, f"the buffers {_names(list(buffers), one.buffers)}")
-    if buffers:
+    if alone.statistics:
         found.notes.append("running statistics of BatchNorm are those of a rank's part")
     found.compared["buffers"] += len(one.buffers)
     for name, sums in one.state.items():
@@ -199,6 +208,22 @@ def _of_weights(
         return None
     how = _ranks_that_differ(several, one, differ[0], number)
     return Difference("weights-apart", number, place, f"the weights of {_names(differ, one)}{when}", how, size=size)
+
+
+def _changes_alike(name: str, one: Step, other: Step) -> bool:
+    """Return whether a step has changed a weight alike, which is too little to be seen in the weight itself."""
+    if name not in one.begun or name not in other.begun or other.weights[name].shape != one.weights[name].shape:
+        return True
+    mine, theirs = (each.weights[name].double() - each.begun[name].double() for each in (one, other))
+    kind = one.weights[name].dtype
+    rounding = 16 * torch.finfo(kind if kind.is_floating_point else torch.float32).eps
+    limit = _SMALL * float(mine.norm()) + rounding * float(one.weights[name].double().norm())
+    return float((mine - theirs).norm()) <= limit
+
+
+def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    pairs = [(one[name].double(), other[name].double()) for name in one.keys() & other.keys()]
+    return sum(float((a - b).norm()) for a, b in pairs if a.shape == b.shape)
 
 
 def _of_samples(one: Step, several: list[Step], found: Comparison, alone: Seen) -> str:
@@ -280,12 +305,12 @@ def _cause(
     words = "" if ratio is None else f"{ratio:.3f} times those of one process"
     if not before:
         return "gradients-changed", words or "they were alike after the backward, and are not in the step"
-    if samples in ("samples-twice", "samples-missing", "other-samples"):
-        return samples, words or "they are of other samples"
     if ratio is not None and abs(ratio - size) < 0.01 * size:
         return "sum-loss", words
     if ratio is not None and abs(ratio * size - 1) < 0.01:
         return "divided-too-often", words
+    if samples in ("samples-twice", "samples-missing", "other-samples"):
+        return samples, words or "they are of other samples"
     if alone.statistics:
         return "batch-statistics", words or "the ranks' parts of a batch are normalized apart"
     return "uneven-mean", words or "they are no multiple of those of one process"
@@ -304,13 +329,15 @@ def _ranks_that_differ(several: list[dict[str, Tensor]], one: dict[str, Tensor],
 
 
 def _are_the_same(one: list[float], other: list[float]) -> bool:
-    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, other, strict=True))
 
 
 def _near(one: list[float], other: list[float], step: int) -> bool:
     tolerance = 1e-3 * (step + 1) ** 0.5
     pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-6) for a, b in pairs)
+    return len(one) == len(other) and all(
+        a == b or (a != a and b != b) or abs(a - b) <= tolerance * max(abs(a), abs(b), 1e-6) for a, b in pairs
+    )
 
 
 def _of_numbers(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference:

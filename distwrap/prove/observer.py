@@ -43,9 +43,9 @@ class Step:
         gradients: the same when the optimizer made its step.
         begun: weights before it.
         weights: after it.
-        rates: learning rates of its groups.
+        options: numbers among the options of its groups, as learning rates, by name.
         state: sums of its state's tensors, by parameters.
-        buffers: of the models, after it.
+        buffers: of the models, after it, but for running statistics of BatchNorm.
         draws: whether torch's random numbers were drawn since the last step.
     """
 
@@ -57,7 +57,7 @@ class Step:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     begun: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    rates: list[float] = field(default_factory=list)
+    options: dict[str, list[float]] = field(default_factory=dict)
     state: dict[str, list[float]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     draws: bool = False
@@ -71,7 +71,7 @@ class Seen:
         steps: of its optimizers, in order.
         printed: numbers that it has printed, by the line of the user's.
         switched_off: what was not done: dropout on some lines, and approximate exchanges.
-        statistics: names of modules that normalize by the statistics of a batch.
+        statistics: how many modules have normalized by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
         returned: numbers in what its function has returned.
         has_ended: whether it has come to the end of the script.
@@ -81,7 +81,7 @@ class Seen:
     steps: list[Step] = field(default_factory=list)
     printed: list[tuple[str, list[float]]] = field(default_factory=list)
     switched_off: set[str] = field(default_factory=set)
-    statistics: list[str] = field(default_factory=list)
+    statistics: int = 0
     evaluations: int = 0
     returned: list[float] | None = None
     has_ended: bool = False
@@ -97,13 +97,13 @@ class _Rank:
 
     def __init__(self, kept: dict[bytes, Tensor]) -> None:
         self.seen, self._kept = Seen(), kept
-        self.epochs = Counter[object]()  # of each loader that was trained with
+        self.epochs = Counter[str]()  # at each line that has trained with a loader
         self.roots: dict[int, nn.Module] = {}
-        self.inner = set[int]()
+        self.inner, self.normalizing = set[int](), dict[int, nn.Module]()
         self.names: dict[int, str] = {}
         self.backward, self.losses, self.samples = "", list[float](), Counter[int]()
         self.after_backward: dict[str, Tensor] = {}
-        self.random: Tensor | None = None  # torch's state after the last step
+        self.random: Tensor | None = None  # torch's state after the last step, or before the first forward
 
     def place(self) -> str:
         """Return the line of the user's that runs now."""
@@ -117,6 +117,9 @@ class _Rank:
 
     def call(self, module: nn.Module, given: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
+        if isinstance(module, _BATCH_NORM) and module.training:
+            self.normalizing[id(module)] = module
+            self.seen.statistics = len(self.normalizing)
         if id(module) not in self.roots:
             if id(module) in self.inner:
                 return
@@ -124,6 +127,8 @@ class _Rank:
         if not (torch.is_grad_enabled() and module.training):
             self.seen.evaluations += not torch.is_grad_enabled()
             return
+        if self.random is None:
+            self.random = torch.get_rng_state()
         has_weights = next(module.parameters(), None) is not None  # a loss as a module has none
         tensors = [each for each in (tensors_in(given) if has_weights else ()) if each.dim() and not each.requires_grad]
         for row in range(len(tensors[0])) if tensors else ():
@@ -132,11 +137,9 @@ class _Rank:
 
     def _add(self, root: nn.Module) -> None:
         number = len(self.roots)
-        for name, module in root.named_modules(remove_duplicate=False):
+        for module in root.modules():
             self.inner.add(id(module))
             self.roots.pop(id(module), None)
-            if isinstance(module, _BATCH_NORM):
-                self.seen.statistics.append(name)
         self.roots[id(root)] = root
         kind = type(unwrap_model(getattr(root, "module", root))).__name__
         for plain, parameter in strip_module_prefix(dict(root.named_parameters(remove_duplicate=False))).items():
@@ -161,7 +164,10 @@ class _Rank:
         step.after_backward = {
             name: self.after_backward[name] for name in step.gradients if name in self.after_backward
         }
-        step.rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                if name != "params" and (numbers := numbers_in(value)):
+                    step.options.setdefault(name, []).extend(numbers)
         self.losses, self.samples = [], Counter()
         self.seen.steps.append(step)
 
@@ -171,10 +177,12 @@ class _Rank:
         for name, each in self._named(optimizer):
             state = optimizer.state.get(each, {})
             step.state[name] = [float(value.double().abs().sum()) for value in state.values() if type(value) is Tensor]
+        running = {id(buffer) for module in self.normalizing.values() for buffer in module.buffers()}
         step.buffers = {
             name: self._copy(buffer)
             for root in self.roots.values()
             for name, buffer in strip_module_prefix(dict(root.named_buffers())).items()
+            if id(buffer) not in running
         }
 
     def _copy(self, value: Any) -> Tensor:
@@ -244,15 +252,16 @@ class Observer:
         self.here().call(module, given)
         return given
 
-    def _epoch(self, loader: object, batches: Iterator[Any]) -> Iterator[Any]:
+    def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
         rank = self.here()
-        if rank.epochs[loader] >= self._epochs:
+        line = rank.place()
+        if rank.epochs[line] >= self._epochs:
             self._enough()
         before = len(rank.seen.steps)
         try:
             yield from batches
         finally:
-            rank.epochs[loader] += len(rank.seen.steps) > before
+            rank.epochs[line] += len(rank.seen.steps) > before
 
     def _end_step(self, optimizer: Optimizer) -> None:
         rank = self.here()

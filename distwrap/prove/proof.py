@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -38,12 +39,17 @@ class Proof:
     @property
     def mistake(self) -> str:
         """The name of the first mistake in the catalogue; empty without one."""
-        return next((each.difference.mistake for each in self.comparisons if each.difference.mistake), "")
+        return next((each.difference.mistake for each in self._wrong()), "")
 
     @property
     def exit_code(self) -> int:
         """0 where all is equal or ignored, 1 where something differs, 2 where nothing could be proven."""
         return {"equal": 0, "ignored": 0, "differs": 1}.get(self.verdict, 2)
+
+    def _wrong(self) -> list[Comparison]:
+        """Return the comparisons that differ; those that are ignored only where there are no others."""
+        wrong = [each for each in self.comparisons if each.difference.mistake]
+        return [each for each in wrong if not each.difference.is_ignored] or wrong
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as JSON has it."""
@@ -59,22 +65,24 @@ class Proof:
     def as_junit(self) -> str:
         """Return it as JUnit's XML, with a test case for each comparison."""
         suite = ElementTree.Element("testsuite", name="distwrap prove")
-        cases = {each.name: bool(each.difference.mistake) for each in self.comparisons} or {"one process": True}
+        wrong = self._wrong()
+        cases = {each.name: each in wrong for each in self.comparisons} or {"one process": True}
+        words = re.sub(r"[^\t\n -\ud7ff\ue000-\ufffd]", "", str(self))  # which XML has not
         for name, differs in cases.items():
             case = ElementTree.SubElement(suite, "testcase", classname="distwrap.prove", name=name)
             if self.exit_code == 2 or (self.exit_code == 1 and differs):
-                ElementTree.SubElement(case, "failure", message=self.verdict).text = str(self)
+                ElementTree.SubElement(case, "failure", message=self.verdict).text = words
         return ElementTree.tostring(suite, encoding="unicode")
 
     def __str__(self) -> str:
         lines = [f"{self.verdict}: {self._what()}"]
-        wrong = [each for each in self.comparisons if each.difference.mistake]
-        if wrong:
-            first = wrong[0].difference
-            known = BY_NAME[first.mistake]
+        wrong = self._wrong()
+        for mistake in dict.fromkeys(each.difference.mistake for each in wrong):
+            those = [each for each in wrong if each.difference.mistake == mistake]
+            first, known = those[0].difference, BY_NAME[mistake]
             step = f"step {first.step}, " if first.step else ""
             lines.append(f"  {step}{first.what}{f' at {first.place}' if first.place else ''}")
-            lines += [f"  on {each.name}: {each.difference.how}" for each in wrong if each.difference.how]
+            lines += [f"  on {each.name}: {each.difference.how}" for each in those if each.difference.how]
             lines.append(f"  {known.id} {known.name}: {known.what}.")
             lines.append(f"  What helps: {known.rule}.")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -101,6 +109,10 @@ def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume: bool = 
         OptionError: a number of ranks does not divide the batch, or is below 2.
     """
     batch = program.batch
+    if program.steps < 1 or program.epochs < 0:
+        raise OptionError(f"a proof looks at steps={program.steps} and epochs={program.epochs}: 1 step or more.")
+    if not program.is_decorated and not program.function and set(ranks) == {3}:
+        raise OptionError("a script that torchrun starts is proven on 2 or 4 ranks; got 3.")
     for number in ranks:
         if number < 2 or (batch or 12) % number:
             raise OptionError(

@@ -126,9 +126,14 @@ class Program:
         if self.function is not None:
             return True
         nodes = list(ast.walk(ast.parse(Path(self.script).read_bytes())))
-        names = {getattr(node, "attr", getattr(node, "id", "")) for node in nodes}
-        imported = {str(getattr(node, "module", getattr(node, "name", ""))).partition(".")[0] for node in nodes}
-        return "distributed" in names and "distwrap" in imported
+        bound = [each for node in nodes if isinstance(node, ast.Import) for each in node.names]
+        modules = {each.asname or each.name for each in bound if each.name == "distwrap"}
+        taken = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("distwrap")]
+        return any(each.name in ("distributed", "*") for node in taken for each in node.names) or any(
+            node.attr == "distributed" and getattr(node.value, "id", "") in modules
+            for node in nodes
+            if isinstance(node, ast.Attribute)
+        )
 
 
 def run(program: Program, size: Size, folder: str | None = None) -> World:
@@ -145,8 +150,10 @@ def run(program: Program, size: Size, folder: str | None = None) -> World:
     if not hasattr(os, "fork"):
         raise LaunchError("a proof runs each world in a fork of this process, which this system does not have.")
     with contextlib.ExitStack() as stack:
-        place = folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="distwrap-prove-"))
-        found = [Path(place, f"world-{size.ranks}-{rank}.pt") for rank in range(size.ranks if program.real else 1)]
+        # Two folders, of which the loop sees one; their names are those that the system has for them.
+        place, own = (Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="distwrap-prove-"))) for _ in "12")
+        place, own = Path(folder or place).resolve(), own.resolve()
+        found = [own / f"{rank}.pt" for rank in range(size.ranks if program.real else 1)]
         sys.stdout.flush()
         sys.stderr.flush()
         children = set[int]()
@@ -158,7 +165,7 @@ def run(program: Program, size: Size, folder: str | None = None) -> World:
             if child == 0:
                 try:
                     tie_to_parent()
-                    _Child(program, size, Path(place), found, rank, port).run()
+                    _Child(program, size, place, found, rank, port).run()
                 except BaseException:  # noqa: BLE001 - whose caller is the parent's
                     traceback.print_exc(file=sys.__stderr__)
                 finally:
@@ -189,6 +196,8 @@ def run(program: Program, size: Size, folder: str | None = None) -> World:
 def _end(children: set[int]) -> None:
     for child in children:
         os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
@@ -216,12 +225,13 @@ class _Child:
         program, size = self._program, self._size
         try:
             output = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+            os.setpgid(0, 0)  # so that its loaders' workers end with it
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody sees what a debugger asks
             torch.set_num_threads(1)  # the parent's threads are not here after the fork
             if program.double:
                 torch.set_default_dtype(torch.float64)
             # CUDA does not work after a fork.
-            quiet = {"DISTWRAP_QUIET": "1", "DISTWRAP_TRACEBACK": "full", "CUDA_VISIBLE_DEVICES": ""}
-            os.environ.update({**quiet, **self._variables()})
+            os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": "", **self._variables()})
             if program.real:
                 os.dup2(output.fileno(), 2)  # native code warns when another rank stops first
             with (
@@ -255,7 +265,8 @@ class _Child:
         real = DDPStrategy.prepare_model
 
         def prepare(strategy: Any, model: Any, world: Any, wrapping: Wrapping) -> Any:
-            if (comm := wrapping.comm or strategy.comm) is not None:
+            comm = wrapping.comm or strategy.comm
+            if comm is not None and type(comm).__module__.startswith("distwrap.comm"):  # not one of the user's own
                 self._observer.here().seen.switched_off.add(f"comm={type(comm).__name__}")
                 wrapping = replace(wrapping, comm=AllReduce())
             return real(strategy, model, world, wrapping)
@@ -351,14 +362,11 @@ def _guard(folder: Path, program: Program) -> list[str]:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return an error's type and message, and where it was raised, also in the user's code."""
+    """Return an error's type and message, and the line of the user's that has raised it."""
     words = "".join(traceback.format_exception_only(type(error), error)).strip()
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
     if isinstance(error, DistwrapError) or not frames:
         return words
-    at = [place(each.filename, each.lineno or 0) for each in (*filter(_is_of_loop, frames), frames[-1])]
-    return f"{words} (at {', '.join(dict.fromkeys(at[-2:]))})"
-
-
-def _is_of_loop(frame: traceback.FrameSummary) -> bool:
-    return is_users(frame.filename) and not frame.filename.endswith("runpy.py")
+    if isinstance(error, FileNotFoundError):
+        words += "; a proof runs in a folder of its own: read data by Path(__file__).parent"
+    return f"{words} (at {place(frames[-1].filename, frames[-1].lineno or 0)})"
