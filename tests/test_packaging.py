@@ -144,8 +144,9 @@ def test_an_environment_of_make_takes_the_torch_that_is_there(tmp_path: Path) ->
     code = "import torch; print(torch.__file__)"
     found = subprocess.run([tmp_path / "env/bin/python", "-c", code], capture_output=True, text=True, timeout=100)
     assert found.stdout.strip() == torch.__file__, found.stderr
-    assert not list(tmp_path.glob("env/lib/python*/site-packages/torch"))
-    subprocess.run([tmp_path / "env/bin/python", "-m", "pip", "--version"], timeout=100, check=True)
+    (packages,) = tmp_path.glob("env/lib/python*/site-packages")
+    assert not (packages / "torch").exists()
+    assert (packages / "pip").exists()
 
 
 @pytest.mark.slow("runs pip")
