@@ -283,9 +283,9 @@ def _cause(
     if samples in ("samples-twice", "samples-missing", "other-samples"):
         return samples, words or "they are of other samples"
     if ratio is not None and abs(ratio - size) < 0.01 * size:
-        return "sum-loss", words
+        return "multiplied-by-ranks", words
     if ratio is not None and abs(ratio * size - 1) < 0.01:
-        return "divided-too-often", words
+        return "divided-by-ranks", words
     if alone.statistics:
         return "batch-statistics", words or "the ranks' parts of a batch are normalized apart"
     return "uneven-mean", words or "they are no multiple of those of one process"
