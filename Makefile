@@ -174,9 +174,10 @@ clean:
 	rm -f $(VENV)/.installed-*
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
-# Where there is no GPU, with the CPU build of torch.
-$(bin)/python:
+# Without NVIDIA's driver, with the CPU build of torch. The stamp is there once all of it has ended well.
+$(VENV)/.environment:
 	$(PYTHON) .ci/environment.py --own-torch $(VENV) -c constraints.txt $(PIP_FLAGS)
+	touch $@
 
 $(VENV)-demo/.installed: setup.cfg setup.py .ci/environment.py
 	@$(PYTHON) .ci/environment.py --editable . $(VENV)-demo $(PIP_FLAGS)
@@ -189,6 +190,6 @@ $(VENV)/.installed-versions: extras := versions
 $(VENV)/.installed-ci: extras := dev,docs
 
 # A stamp a set of extras: installing again waits until what is asked for has changed.
-$(VENV)/.installed-%: setup.cfg setup.py constraints.txt | $(bin)/python
+$(VENV)/.installed-%: setup.cfg setup.py constraints.txt | $(VENV)/.environment
 	$(install) -e '.[$(extras)]'
 	touch $@

@@ -34,10 +34,12 @@ MISTAKES = {
     "none": ("no mistake", ("", "", "")),
     "model": ("the model is not wrapped", ("wrap_model", r"\bprepare", r"\bsetup")),
     "loader": ("the loader is not sharded", ("shard_loader", r"\bprepare", "setup_dataloaders")),
+    "shuffled": ("the same, shuffled without a seed", ("shard_loader", r"\bprepare", "setup_data")),
     "batches": ("a rank has fewer batches", ("lockstep", "join_uneven_inputs", "join")),
     "break": ("a rank leaves the loop by its own loss", ("agree|lockstep", "trigger|reduce", "reduce")),
     "sum": ("the loss is a sum", ("mean", "mean", "mean")),
 }
+PROVEN = {"shuffled": "DW201", "sum": "DW102"}  # what a proof has to name, where a run cannot see it
 
 
 def data() -> TensorDataset:
@@ -47,13 +49,16 @@ def data() -> TensorDataset:
 
 
 def parts(mistake: str, rank: int, batch: int = BATCH) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
-    """Return a model, its optimizer and a loader, which is this rank's own where the data are unequal."""
+    """Return a model, its optimizer and a loader: this rank's own where the data are unequal, or nothing is sharded."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     samples: Any = data()
     if mistake == "batches":  # the files of each rank, of which one has fewer
         samples = torch.utils.data.Subset(samples, range(48) if rank == 0 else range(48, 80))
-    return model, torch.optim.SGD(model.parameters(), lr=0.05), DataLoader(samples, batch_size=batch)
+    if mistake == "shuffled":
+        torch.seed()  # on each rank another one
+    loader = DataLoader(samples, batch_size=batch, shuffle=mistake == "shuffled")
+    return model, torch.optim.SGD(model.parameters(), lr=0.05), loader
 
 
 def loss_of(mistake: str, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -66,7 +71,7 @@ def leaves(mistake: str, loss: torch.Tensor) -> bool:
 
 
 def plain(mistake: str) -> list[float]:
-    """Return the weights that one process comes to with the batches of both ranks."""
+    """Return the weights that one process comes to with the batches of both ranks, and with the loss of a mistake."""
     model, optimizer, loader = parts("none", 0, 2 * BATCH)
     for x, y in loader:
         loss_of(mistake, model(x), y).backward()
@@ -99,7 +104,7 @@ def in_distwrap(mistake: str) -> None:
     model, optimizer, loader = parts(mistake, rank())
     if mistake != "model":
         model = wrap_model(model)
-    if mistake not in ("loader", "batches"):
+    if mistake not in ("loader", "shuffled", "batches"):
         loader = shard_loader(loader)
     for x, y in loader:
         loss = loss_of(mistake, model(x), y)
@@ -118,7 +123,7 @@ def with_accelerate(mistake: str) -> None:
     model, optimizer, loader = parts(mistake, accelerator.process_index)
     if mistake == "model":
         optimizer, loader = accelerator.prepare(optimizer, loader)
-    elif mistake in ("loader", "batches"):
+    elif mistake in ("loader", "shuffled", "batches"):
         model, optimizer = accelerator.prepare(model, optimizer)
     else:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -143,7 +148,7 @@ def with_fabric(mistake: str) -> None:
         optimizer = fabric.setup_optimizers(optimizer)
     else:
         model, optimizer = fabric.setup(model, optimizer)
-    if mistake not in ("loader", "batches"):
+    if mistake not in ("loader", "shuffled", "batches"):
         loader = fabric.setup_dataloaders(loader)
     for x, y in loader:
         loss = loss_of(mistake, model(x), y)
@@ -155,7 +160,8 @@ def with_fabric(mistake: str) -> None:
     ended(fabric.global_rank, model, fabric.all_reduce(loss, reduce_op="mean").item())
 
 
-def is_proven(mistake: str) -> bool:
+def is_named(mistake: str) -> bool:
+    """Return whether a proof names a mistake by its id."""
     from distwrap.errors import ProofError
     from distwrap.testing import prove
 
@@ -163,8 +169,8 @@ def is_proven(mistake: str) -> bool:
         prove(in_distwrap, mistake, ranks=[2])
     except ProofError as error:
         print(error)
-        return False
-    return True
+        return mistake in PROVEN and PROVEN[mistake] in str(error)
+    return False
 
 
 TOOLS = {
@@ -195,7 +201,7 @@ def try_out(tool: str, mistake: str) -> dict[str, Any]:
         text = (folder / "output").read_text(errors="replace")
     cure = MISTAKES[mistake][1][list(TOOLS).index(tool)]
     lines = [line for line in text.splitlines() if re.search(r"\w*(Error|Exception)\b.*: ", line)]
-    right = plain("none")
+    right = plain(mistake)
     is_right = len(ranks) == 2 and all(torch.allclose(torch.tensor(r["weights"]), torch.tensor(right)) for r in ranks)
     if code is None:
         seen = "hangs"
@@ -203,7 +209,7 @@ def try_out(tool: str, mistake: str) -> dict[str, Any]:
         seen = "error with the cure" if re.search(cure, text) else "error"
     else:
         seen = "right" if is_right else "silent"
-        if tool == "distwrap" and not is_right and not is_proven(mistake):
+        if tool == "distwrap" and not is_right and is_named(mistake):
             seen = "silent, named by prove"
     return {
         "tool": tool,

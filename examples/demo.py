@@ -99,7 +99,7 @@ def same_losses(fast: bool) -> dict[str, object]:
 
 @distwrap.distributed(nprocs=2, seed=0, returns="all")
 def measure(samples: int, width: int) -> tuple[float, float]:
-    """Return the seconds of an epoch, and those of them in which this rank computed."""
+    """Return the seconds of an epoch, with one thread a process, and those in which this rank computed."""
     torch.set_num_threads(1)
     model = distwrap.wrap_model(Net(width))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -125,10 +125,11 @@ def keep_busy(seconds: float) -> tuple[int, float]:
 
 
 def faster_epochs(fast: bool) -> dict[str, object]:
-    show("measure.options(nprocs=1)(samples, width)    # the same loop, a larger net", "measure(samples, width)")
     samples, width, rounds, seconds = (128, 32, 2, 0.1) if fast else (960, 96, 5, 0.3)
+    call = f"({samples}, width={width})"
+    show(f"measure.options(nprocs=1){call}    # the same loop, with a larger net", f"measure{call}")
     one, two, waiting, cores = [], [], [], []
-    began = time.perf_counter()
+    began, threads = time.perf_counter(), torch.get_num_threads()
     for number in range(rounds):  # in turns, so that they share a slow minute of the machine
         bar(number / rounds)
         one.append(measure.options(nprocs=1)(samples, width)[0][0])
@@ -140,13 +141,15 @@ def faster_epochs(fast: bool) -> dict[str, object]:
         cores.append(share * sum(done for done, _ in keep_busy(seconds)) / max(alone, 1))
         if time.perf_counter() - began > 20:
             break
+    torch.set_num_threads(threads)  # a rank that is this process has changed it
     bar(1)
     found = {"seconds": [median(one), median(two)], "waiting": max(0.0, median(waiting)), "cores": median(cores)}
-    print(f"    one process {median(one):6.2f} s an epoch    two ranks {median(two):6.2f} s an epoch")
+    print("    Seconds of an epoch, with one thread a process:")
+    print(f"    one process {median(one):6.2f} s    two ranks {median(two):6.2f} s")
     waits = f"the ranks waited {found['waiting']:.0%} of their time"
     if found["cores"] < FREE:
-        busy = f"Two busy processes get {found['cores']:.1f} cores here now"
-        verdict(True, f"{busy}, so that the seconds compare nothing: {waits}.")
+        busy = f"Two busy processes get only {found['cores']:.1f} cores here now"
+        verdict(True, f"{busy}, so these times say nothing; {waits}.")
     else:
         found["times"] = median(one) / median(two)
         verdict(found["times"] > 1, f"{found['times']:.2f} times as fast on {found['cores']:.1f} free cores; {waits}.")
@@ -170,16 +173,17 @@ def train_unsharded():
 
 def proofs(fast: bool) -> dict[str, object]:
     ranks = [2] if fast else [2, 3, 4]
-    show("train.prove()(1)    # in one process, and on 2, 3 and 4 simulated ranks")
+    call = f"train.prove(ranks={ranks}, steps=4)"
+    show(f"{call}(1)    # against one process")
     proof = train.prove(ranks=ranks, steps=4)(1)
-    quote(str(proof).splitlines()[0])
-    show(summed, "train.prove()(1, summed)    # a mistake that trains in silence")
+    quote(*str(proof).splitlines())
+    show(summed, f"{call}(1, summed)    # a silent mistake")
     try:
         train.prove(ranks=ranks, steps=4)(1, summed)
         mistake = ""
     except ProofError as error:
         mistake = str(error)
-        quote(*(line for line in mistake.splitlines()[1:] if "note:" not in line))
+        quote(*mistake.splitlines())
     show(train_unsharded, "train_unsharded()")
     try:
         train_unsharded()
@@ -188,7 +192,7 @@ def proofs(fast: bool) -> dict[str, object]:
         refused = f"LoaderError: {error}"
         quote(refused)
     good = proof.verdict == "equal" and "0.500 times" in mistake and bool(refused)
-    holds = verdict(good, "The loop is proven, and each of the two mistakes is told with what helps.")
+    holds = verdict(good, "The loop is proven, and both mistakes are named, with the fix.")
     return {"holds": holds, "verdict": proof.verdict, "mistake": mistake, "refused": refused}
 
 
@@ -198,12 +202,12 @@ def proofs(fast: bool) -> dict[str, object]:
 def leave_early(steps):
     for step in range(steps):
         if distwrap.rank() == 5 and step == 2:
-            return  # as where its data are used up
+            return  # as if its data had run out
         distwrap.barrier()
 
 
 def deadlock(fast: bool) -> dict[str, object]:
-    show(leave_early, "simulate(leave_early, 8, 10)    # eight ranks, in this process")
+    show(leave_early, "simulate(leave_early, 8, 10)    # eight ranks, in this process, ten steps")
     simulate(distwrap.barrier, 8)  # the first call imports
     began = time.perf_counter()
     try:
@@ -213,7 +217,8 @@ def deadlock(fast: bool) -> dict[str, object]:
         told = str(error)
     milliseconds = 1e3 * (time.perf_counter() - began)
     quote(*told.splitlines())
-    holds = verdict("rank 5 has returned" in told, f"Named after {milliseconds:.0f} ms. Real ranks would wait here.")
+    real = "Under torchrun, the others wait up to gloo's 30 minutes while rank 5 is alive."
+    holds = verdict("rank 5 has returned" in told, f"Named after {milliseconds:.0f} ms. {real}")
     return {"holds": holds, "told": told, "milliseconds": milliseconds}
 
 
@@ -231,7 +236,8 @@ def train_on(folder, epochs, killed_in=None):
     for epoch in range(state["epoch"] if state else 0, epochs):
         (folder / f"rank_{distwrap.rank()}").write_text(str(os.getpid()))
         if distwrap.rank() == 1 and epoch == killed_in:
-            os.kill(os.getpid(), signal.SIGKILL)  # as where memory is out
+            # as the kernel does when memory runs out
+            os.kill(os.getpid(), signal.SIGKILL)
         train_epoch(model, optimizer, data)
         distwrap.save({**objects, "epoch": epoch + 1}, folder / "last.pt")
     return model.state_dict()
@@ -306,7 +312,7 @@ def bar(done: float) -> None:
 
 ACTS = {
     "The same loop, in one process and on two": same_losses,
-    "Seconds of an epoch, where a step computes much": faster_epochs,
+    "Seconds of an epoch, when each step does real work": faster_epochs,
     "Is the loop right? A proof, and two mistakes": proofs,
     "Eight ranks in this process, one of which leaves early": deadlock,
     "A rank is killed": killed_rank,

@@ -62,7 +62,7 @@ def main(epochs: int, out: Path) -> float:
     train_set, test_set = load_data()
     model = wrap_model(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    train_loader = shard_loader(DataLoader(train_set, batch_size=32, shuffle=True))
+    train_loader = shard_loader(DataLoader(train_set, batch_size=32, shuffle=True), batch_size="global")
     test_loader = shard_loader(DataLoader(test_set, batch_size=100))
     train(model, optimizer, train_loader, epochs)
     save(model, out)

@@ -39,7 +39,8 @@ def test_mistakes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert {row["mistake"]: row["seen"] for row in json.loads(figures.read_text())} == {
         "none": "right", "model": "error with the cure", "loader": "error with the cure",
-        "batches": "error with the cure", "break": "error with the cure", "sum": "silent, named by prove",
+        "shuffled": "silent, named by prove", "batches": "error with the cure",
+        "break": "error with the cure", "sum": "silent, named by prove",
     }  # fmt: skip
 
 

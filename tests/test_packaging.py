@@ -8,12 +8,15 @@ import os
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -133,14 +136,38 @@ def test_the_wheel_runs_an_example_in_an_empty_environment(elsewhere: Path) -> N
 
 @pytest.mark.slow("makes a virtual environment")
 def test_an_environment_of_make_takes_the_torch_that_is_there(tmp_path: Path) -> None:
-    """The environment that `make demo` makes has the caller's torch, which nothing has installed."""
+    """`make demo` makes a half-made environment whole, with the caller's torch, which nothing has installed."""
+    venv.create(tmp_path / "env", symlinks=True)  # without pip, as a Ctrl-C leaves it
     made = [sys.executable, ROOT / ".ci" / "environment.py", tmp_path / "env"]
     done = subprocess.run(made, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == f"Taking torch {torch.__version__} of {sys.executable}.\n"
     code = "import torch; print(torch.__file__)"
     found = subprocess.run([tmp_path / "env/bin/python", "-c", code], capture_output=True, text=True, timeout=100)
     assert found.stdout.strip() == torch.__file__, found.stderr
-    assert not list(tmp_path.glob("env/lib/python*/site-packages/torch"))
+    (packages,) = tmp_path.glob("env/lib/python*/site-packages")
+    assert not (packages / "torch").exists()
+    assert (packages / "pip").exists()
+
+
+@pytest.mark.slow("runs pip")
+def test_an_environment_of_make_is_none_where_pip_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pip that is killed without a word, as where memory runs out, ends the making with a failure."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    require = runpy.run_path(str(ROOT / ".ci" / "environment.py"))["require"]
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        server.settimeout(100)
+        index = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        made = pool.submit(
+            require, sys.executable, ["--isolated", "--quiet", "--index-url", index, "distwrap-of-nobody"], "it"
+        )
+        connection, _ = server.accept()  # pip waits for an answer
+        with connection:
+            for child in psutil.Process().children():
+                if "pip" in child.cmdline():
+                    child.kill()
+            with pytest.raises(SystemExit) as ended:
+                made.result(100)
+    assert ended.value.code == 1
 
 
 @pytest.mark.nightly(row="packaging", why="`make check` builds it, and cli/ runs the commands")

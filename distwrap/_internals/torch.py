@@ -69,6 +69,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_version", 0)
 
 
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be divided, whose version FSDP's additions change.
+
+    Relies on ``torch.distributed.tensor:DTensor._local_tensor``.
+    Without it: a change of a divided gradient is not noticed.
+    """
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 # DistributedDataParallel
 
 
@@ -391,7 +400,7 @@ def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
 def hooks_beside(handle: RemovableHandle) -> OrderedDict[int, Any]:
     """Return the hooks among which a hook was registered, by the ids of their handles, in the order of their calls.
 
-    Relies on ``torch:utils.hooks.RemovableHandle.hooks_dict_ref``.
+    Relies on ``torch:nn.Linear(1, 1).register_forward_hook(print).hooks_dict_ref``.
     Without it: hooks of the user's that were registered later see hidden gradients.
     """
     hooks: Any = getattr(handle, "hooks_dict_ref", dict)()
@@ -404,9 +413,9 @@ def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimize
     Relies on ``torch.amp:GradScaler._found_inf_per_device``.
     Without it: all gradients are checked a second time.
     """
-    found = getattr(scaler, "_found_inf_per_device", None)
-    if found is not None:
-        return any(bool(flag.item()) for flag in found(optimizer).values())
+    found: dict[Any, torch.Tensor] = getattr(scaler, "_found_inf_per_device", lambda _: {})(optimizer)
+    if found:  # an update of the scale forgets it
+        return any(bool(flag.item()) for flag in found.values())
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     return not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 

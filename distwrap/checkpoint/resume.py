@@ -137,6 +137,7 @@ class RunState:
                 f"has precision={world.options.precision!r}: wrap the model in the same precision before you load."
             )
         if scaling.scaler is not None:
+            scaling.update()
             scaling.forget()
             scaling.scaler.load_state_dict(state["scaler"])
         world.part(WeightExchanges).load_states(state.get("comm", []))

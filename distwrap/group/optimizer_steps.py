@@ -8,9 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from distwrap._internals.torch import hooks_beside
 from distwrap.group.world import RunPart, World
@@ -42,9 +43,9 @@ class OptimizerSteps(RunPart):
     def __init__(self, world: World) -> None:
         self._listeners: dict[Phase, list[Listener]] = {phase: [] for phase in Phase}
         self._inner: list[Listener] = []  # before the step, inside of the user's hooks
-        # The hook of each optimizer, by its number and among the optimizer's own.
-        self._hooks: WeakKeyDictionary[Optimizer, tuple[int, OrderedDict[int, Any]]] = WeakKeyDictionary()
-        self._showing: WeakSet[Optimizer] = WeakSet()
+        # The hook of each optimizer before its step, among the optimizer's own; and the one after it.
+        self._hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, OrderedDict[int, Any]]] = WeakKeyDictionary()
+        self._showing: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._handles = [register_optimizer_step_pre_hook(self._begin)]
         self._ends = False
 
@@ -64,29 +65,26 @@ class OptimizerSteps(RunPart):
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        for handle in (*self._handles, *(handle for handle, _ in self._hooks.values()), *self._showing.values()):
             handle.remove()
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        number, hooks = self._hooks.get(optimizer) or self._hooked(optimizer)
-        if next(reversed(hooks)) != number:
-            hooks.move_to_end(number)  # after hooks that the user has registered since
+        handle, hooks = self._hooks.get(optimizer) or self._hooked(optimizer)
+        if next(reversed(hooks)) != handle.id:
+            hooks.move_to_end(handle.id)  # after hooks that the user has registered since
         if self._listeners[Phase.SHOW] and optimizer not in self._showing:
             self._show_first(optimizer)
         begins = self._listeners[Phase.BEGIN]
         return self._inside(optimizer, args, kwargs, begins) if begins else None
 
-    def _hooked(self, optimizer: Optimizer) -> tuple[int, OrderedDict[int, Any]]:
+    def _hooked(self, optimizer: Optimizer) -> tuple[RemovableHandle, OrderedDict[int, Any]]:
         handle = optimizer.register_step_pre_hook(self._inside)
-        self._handles.append(handle)
-        self._hooks[optimizer] = handle.id, hooks_beside(handle)
+        self._hooks[optimizer] = handle, hooks_beside(handle)
         return self._hooks[optimizer]
 
     def _show_first(self, optimizer: Optimizer) -> None:
         """Register the hook that acts right after a step, before those of the user's."""
-        self._showing.add(optimizer)
-        handle = optimizer.register_step_post_hook(self._show)
-        self._handles.append(handle)
+        handle = self._showing[optimizer] = optimizer.register_step_post_hook(self._show)
         hooks_beside(handle).move_to_end(handle.id, last=False)
 
     def _inside(

@@ -239,6 +239,9 @@ def _ambient_world() -> World:
     env = os.environ
     key = (group, env.get("RANK"), env.get("WORLD_SIZE"), env.get("LOCAL_RANK"))
     if _ambient is None or _ambient[0] != key:
+        if _ambient is not None:
+            _ambient[1].close()
+            _ambient[1].cleanup.close()
         found = detect(env) if group is None else _placement_of_group()
         placement = found if isinstance(found, Placement) else Placement()  # a node whose ranks are yet to start
         world = World(placement, choose_device(placement, visible_devices()))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.torch import has_scaled, version_of
+from distwrap._internals.torch import has_scaled, here, version_of
 from distwrap.errors import PrecisionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World
@@ -44,9 +44,9 @@ class LossScaling(RunPart):
         self.on_skipped: list[Callable[[Optimizer], None]] = []
         self._world = world
         self._states: WeakKeyDictionary[Optimizer, ScaleState] = WeakKeyDictionary()
-        # Scaled gradients, by the ids of their parameters, as the last backward has left them.
+        # Scaled gradients by the ids of their parameters, with their versions as a scaled backward has left them.
         self._scaled: dict[int, tuple[torch.Tensor, int]] = {}
-        self._has_scaled = self._user_scales = False
+        self._has_scaled = self._is_due = self._user_scales = False
 
     def add(self, model: nn.Module, scaler: torch.amp.GradScaler | None) -> None:
         """Note a model that was wrapped; in fp16 with a scaler, of which the first one is that of all models."""
@@ -57,29 +57,43 @@ class LossScaling(RunPart):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note within a ``with``, around a backward of a scaled loss, which gradients it makes or adds to."""
+        """Note within a ``with``, around a backward of a scaled loss, which gradients it makes or adds to.
+
+        Raises:
+            PrecisionError: it has added to gradients that are not scaled.
+        """
         if not self._has_scaled:
             self._states.update(dict.fromkeys(instances(Optimizer), ScaleState.READY))
             self._has_scaled = True
         self.update()
         before = self._gradients()
+        self._scaled = {key: each for key, each in self._scaled.items() if each[0] is before.get(key, (None,))[0]}
+        others = {key: _has_numbers(gradient) for key, (gradient, _) in before.items() if key not in self._scaled}
         self.in_backward = True
         try:
             yield
         finally:
             self.in_backward = False
             after = self._gradients()
-            self._scaled = {
-                key: now
-                for key, now in after.items()
-                if not _is_same(now, before.get(key)) or _is_same(now, self._scaled.get(key))
-            }
+            new = {key: now for key, now in after.items() if not _is_same(now, before.get(key))}
+            self._scaled.update(new)
             for optimizer in self._states:
-                if any(id(parameter) in self._scaled for parameter in _parameters(optimizer)):
+                if any(id(parameter) in new for parameter in _parameters(optimizer)):
                     self._states[optimizer] = ScaleState.SCALED
+        if mixed := [key for key in new if key in others and bool(others[key])]:
+            raise PrecisionError(
+                f"rank {self._world.placement.rank}: backward(loss) under precision='fp16' has added scaled gradients "
+                f"to those that were there, which are not scaled (that of {self._name(mixed[0])!r}, for example): "
+                "their sum is of no use. Call optimizer.zero_grad() after each step, and before the next backward."
+            )
 
-    def state_of(self, optimizer: Optimizer) -> ScaleState:
+    def state_of(self, optimizer: Optimizer, *, is_own: bool = False) -> ScaleState:
         """Return the state of an optimizer's gradients.
+
+        Args:
+            optimizer: any.
+            is_own: whether it is about to make a step of its own, which is one over plain gradients if it is first seen
+                now, and no scaled ones are there.
 
         Raises:
             PrecisionError: the optimizer was made after a backward, and holds tensors with gradients that are in no
@@ -88,7 +102,9 @@ class LossScaling(RunPart):
         state = self._states.get(optimizer)
         if state is None:
             gradients = _gradients(_parameters(optimizer))
-            if self._has_scaled and not gradients.keys() <= self._of_models(self.models | self._others).keys():
+            known = self._of_models(self.models | self._others)
+            pending = any(each.grad is self._scaled[key][0] for key, each in known.items() if key in self._scaled)
+            if self._has_scaled and not gradients.keys() <= known.keys() and (pending or not is_own):
                 raise PrecisionError(
                     f"rank {self._world.placement.rank}: this {type(optimizer).__name__} was made after "
                     "distwrap.backward(loss) under precision='fp16', and holds tensors of no wrapped model, so that it "
@@ -96,27 +112,28 @@ class LossScaling(RunPart):
                 )
             state = ScaleState.SCALED if gradients.keys() & self._scaled.keys() else ScaleState.READY
             self._states[optimizer] = state
-        if state is ScaleState.SCALED and not (self.trains_models(optimizer) or self._intact(optimizer)):
-            state = ScaleState.READY  # a plain backward has made others since
+        if state is ScaleState.SCALED and not self._holds_scaled(optimizer):
+            state = ScaleState.READY  # zero_grad() has removed them, or a plain backward has made others since
+            for parameter in _parameters(optimizer):
+                self._scaled.pop(id(parameter), None)
         return state
 
-    def trains_models(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer holds parameters of models in fp16."""
-        return not self._of_models(self.models).keys().isdisjoint(map(id, _parameters(optimizer)))
+    def must_be_scaled(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds gradients of models in fp16, or parameters, before the first backward."""
+        known = self._of_models(self.models)
+        held = [each.grad for each in _parameters(optimizer) if id(each) in known]
+        return any(not self._has_scaled or (each is not None and bool(_has_numbers(each))) for each in held)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of an optimizer.
 
         Raises:
-            PrecisionError: they were changed while they were scaled.
+            PrecisionError: some are not scaled, or were changed while they were scaled.
         """
         assert self.scaler is not None
         self._refuse_changed(optimizer)
-        if any(parameter.grad is not None for parameter in _parameters(optimizer)):
-            self.scaler.unscale_(optimizer)
-            self._states[optimizer] = ScaleState.UNSCALED
-        else:
-            self._states[optimizer] = ScaleState.READY
+        self.scaler.unscale_(optimizer)
+        self._states[optimizer], self._is_due = ScaleState.UNSCALED, True
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer steps over its gradients, or skips them, since they have overflowed."""
@@ -124,25 +141,27 @@ class LossScaling(RunPart):
             self._states[optimizer] = ScaleState.STEPPED
 
     def update(self) -> None:
-        """Update the scale, if gradients were unscaled by it. Scaled gradients of other optimizers follow it."""
-        done = [each for each, state in self._states.items() if state in (ScaleState.UNSCALED, ScaleState.STEPPED)]
-        if self.scaler is None or not done:
+        """Update the scale, if gradients were unscaled by it. Those that are scaled still follow it."""
+        if self.scaler is None or not self._is_due:
             return
-        accumulated = [tensor for each in set(self._states) - set(done) for tensor in self._intact(each)]
-        before = self.scaler.get_scale() if accumulated else 1.0
+        self._is_due = False
+        before = self.scaler.get_scale() if self._scaled else 1.0
         self.scaler.update()
-        self._states.update(dict.fromkeys(done, ScaleState.READY))
-        factor = self.scaler.get_scale() / before if accumulated else 1.0
-        for parameter in accumulated if factor != 1.0 else ():
-            assert parameter.grad is not None
-            with torch.no_grad():
-                parameter.grad.mul_(factor)
-            self._scaled[id(parameter)] = parameter.grad, version_of(parameter.grad)
+        factor = self.scaler.get_scale() / before if self._scaled else 1.0
+        for key, (gradient, version) in self._scaled.items() if factor != 1.0 else ():
+            if version_of(here(gradient)) == version:
+                with torch.no_grad():
+                    gradient.mul_(factor)
+                self._scaled[key] = gradient, version_of(here(gradient))
+        for optimizer, state in self._states.items():
+            if state is ScaleState.STEPPED:
+                self._states[optimizer] = ScaleState.READY
 
     def forget(self) -> None:
         """Forget all gradients, as a checkpoint is loaded."""
         self._states.update(dict.fromkeys(self._states, ScaleState.READY))
         self._scaled.clear()
+        self._is_due = False
 
     def sees_users_scaler(self) -> bool:
         """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""
@@ -160,42 +179,59 @@ class LossScaling(RunPart):
         held = {id(parameter): parameter for optimizer in self._states for parameter in _parameters(optimizer)}
         return _gradients({**held, **self._of_models(self.models | self._others)}.values())
 
-    def _intact(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """Return the parameters of an optimizer whose gradients are scaled, and were not changed since."""
-        held = _gradients(_parameters(optimizer))
-        return [
-            parameter
-            for parameter in _parameters(optimizer)
-            if (now := held.get(id(parameter))) is not None and _is_same(now, self._scaled.get(id(parameter)))
-        ]
+    def _holds_scaled(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds gradients that are scaled, whatever was done to them since."""
+        known = self._of_models(self.models)  # whose plain backward is refused
+        return any(
+            each.grad is not None
+            and (id(each) in known or each.grad is self._scaled.get(id(each), (None,))[0])
+            and bool(_has_numbers(each.grad))
+            for each in _parameters(optimizer)
+        )
 
     def _refuse_changed(self, optimizer: Optimizer) -> None:
-        """Raise where a scaled gradient was changed; zero has no scale."""
+        """Raise where a gradient is not what a scaled backward has left; zero has no scale."""
         for parameter in _parameters(optimizer):
             scaled, now = self._scaled.pop(id(parameter), None), parameter.grad  # so that zero_grad() frees it
-            if scaled is None or now is None or _is_same((now, version_of(now)), scaled):
+            if now is None or _is_same((now, version_of(here(now))), scaled):
                 continue
-            if now.is_sparse or now.any():
-                models = (model.named_parameters() for model in self.models)
-                name = next((name for named in models for name, each in named if each is parameter), "")
+            if _has_numbers(now):
                 raise PrecisionError(
-                    f"rank {self._world.placement.rank}: the gradients were changed between backward(loss) "
-                    f"and optimizer_step() under precision='fp16' (that of {name!r}, for example), where they "
-                    "are still scaled: clipping would reduce them to almost nothing (DW105). "
-                    "Use optimizer_step(optimizer, max_norm=...), or call distwrap.unscale(optimizer) before you "
-                    "touch them."
+                    f"rank {self._world.placement.rank}: the gradients were changed between backward(loss) and "
+                    f"optimizer_step() under precision='fp16' (that of {self._name(id(parameter))!r}, for example), "
+                    "where they are still scaled: clipping would reduce them to almost nothing (DW105). Use "
+                    "optimizer_step(optimizer, max_norm=...), or distwrap.unscale(optimizer) before you touch them."
                 )
 
-    def _refuse_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse an optimizer's own step over gradients that are scaled, or may have overflowed."""
-        state = self.state_of(optimizer)
-        if state is ScaleState.SCALED and self._intact(optimizer):
+    def _name(self, key: int) -> str:
+        named = (model.named_parameters() for model in self.models | self._others)
+        return next((name for names in named for name, each in names if id(each) == key), "a tensor")
+
+    def _refuse_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Refuse an optimizer's own step over gradients that are scaled, or may have overflowed; also of a closure."""
+        self._refuse_step(optimizer)
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            return None
+
+        def checked(closure: Any) -> Any:
+            def call() -> Any:
+                loss = closure()
+                self._refuse_step(optimizer)
+                return loss
+
+            return call if callable(closure) else closure
+
+        return (args[0], *map(checked, args[1:])), {name: checked(each) for name, each in kwargs.items()}
+
+    def _refuse_step(self, optimizer: Optimizer) -> None:
+        state = self.state_of(optimizer, is_own=True)
+        if state is ScaleState.SCALED:
             raise PrecisionError(
                 "optimizer.step() after distwrap.backward(loss) under precision='fp16': the gradients are still "
                 "scaled, so the step would be thousands of times too long. Call distwrap.optimizer_step(optimizer) "
                 "instead."
             )
-        if state is ScaleState.UNSCALED:
+        if state is ScaleState.UNSCALED and any(each.grad is not None for each in _parameters(optimizer)):
             raise PrecisionError(
                 "optimizer.step() after distwrap.unscale(optimizer) under precision='fp16': gradients that have "
                 "overflowed would make the weights infinite. Call distwrap.optimizer_step(optimizer) instead, which "
@@ -209,10 +245,15 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int]]:
     return {
-        id(parameter): (gradient, version_of(gradient))
+        id(parameter): (gradient, version_of(here(gradient)))
         for parameter in parameters
         if (gradient := parameter.grad) is not None
     }
+
+
+def _has_numbers(gradient: torch.Tensor) -> bool | torch.Tensor:
+    """Return whether a gradient, of which this rank may have a part, is not zero; a tensor, for which nobody waits."""
+    return True if gradient.is_sparse else here(gradient).any()
 
 
 def _is_same(now: tuple[torch.Tensor, int], then: tuple[torch.Tensor, int] | None) -> bool:

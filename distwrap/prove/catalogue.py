@@ -25,16 +25,16 @@ class Mistake(NamedTuple):
 CATALOGUE = (
     Mistake(
         "DW101",
-        "sum-loss",
+        "multiplied-by-ranks",
         "the gradients of all ranks were added, or a loss was multiplied by the number of ranks",
-        "the exchange takes the mean over the ranks: let the loss be a mean over the rank's samples, and multiply by "
-        "no number of ranks",
+        "the exchange takes the mean over the ranks: let the loss be a mean over the rank's samples, and multiply only "
+        "a sum by distwrap.world_size()",
     ),
     Mistake(
         "DW102",
-        "divided-too-often",
-        "the loss is divided by the number of all ranks' samples, or by the number of ranks, once too often",
-        "the exchange takes the mean over the ranks already: divide by the rank's own samples alone",
+        "divided-by-ranks",
+        "each rank's gradient is 1/n of one process's: the loss is a sum over the batch, or is divided once too often",
+        "take the mean over the rank's samples, or multiply a sum by distwrap.world_size()",
     ),
     Mistake(
         "DW103",

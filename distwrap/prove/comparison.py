@@ -171,8 +171,8 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
         ratio = _common_ratio(differ)
         mistake, how = _cause(before, at_step, samples, ratio, several, alone)
         what = f"the gradients of {_names(list(differ), one.gradients)}"
-        theirs = [each.gradients if differ is at_step else each.after_backward for each in several]
-        size = _size(theirs, one.gradients if differ is at_step else one.after_backward, differ)
+        those = [each.gradients if differ is at_step else each.after_backward for each in several]
+        size = _size(those, one.gradients if differ is at_step else one.after_backward, differ)
         return Difference(mistake, number, several[0].backward or place, what, how, ratio, size)
     found.compared["gradients"] += len(one.gradients)
     # Adam makes steps of any size from gradients that are zero but for rounding: float64 decides.
@@ -306,9 +306,9 @@ def _cause(
     if not before:
         return "gradients-changed", words or "they were alike after the backward, and are not in the step"
     if ratio is not None and abs(ratio - size) < 0.01 * size:
-        return "sum-loss", words
+        return "multiplied-by-ranks", words
     if ratio is not None and abs(ratio * size - 1) < 0.01:
-        return "divided-too-often", words
+        return "divided-by-ranks", words
     if samples in ("samples-twice", "samples-missing", "other-samples"):
         return samples, words or "they are of other samples"
     if alone.statistics:

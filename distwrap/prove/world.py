@@ -225,7 +225,6 @@ class _Child:
         program, size = self._program, self._size
         try:
             output = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-            os.setpgid(0, 0)  # so that its loaders' workers end with it
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody sees what a debugger asks
             torch.set_num_threads(1)  # the parent's threads are not here after the fork
             if program.double:
@@ -252,7 +251,7 @@ class _Child:
     def _end(self) -> NoReturn:
         self._world.seen = self._observer.seen
         own = self._found[self._rank]
-        self._allowed.append(str(own))
+        self._allowed.append(str(own.parent))
         torch.save(self._world, own.with_suffix(".part"))
         own.with_suffix(".part").replace(own)
         if self._world.error:

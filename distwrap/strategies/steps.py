@@ -112,7 +112,7 @@ def optimizer_step(
     world.part(Windows).refuse_half(optimizer)
     state = ScaleState.READY if scaling.scaler is None or strategy.owns_scale else scaling.state_of(optimizer)
     if state in (ScaleState.READY, ScaleState.STEPPED):
-        if scaling.trains_models(optimizer) and not strategy.owns_scale:
+        if scaling.must_be_scaled(optimizer) and not strategy.owns_scale:
             raise PrecisionError(
                 "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
                 "the gradients are not scaled. Call distwrap.backward(loss) instead of loss.backward()."

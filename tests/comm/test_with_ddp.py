@@ -176,7 +176,8 @@ def _in_fp16(comms: list[str]) -> dict[str, tuple[list[float], list[bool], float
     scaling = world.part(LossScaling)
     found = {}
     for comm in comms:
-        scaling.scaler = scaling.stepped = None
+        scaling.scaler = None
+        scaling.forget()
         model, optimizer = prepared(comm)
         scaling.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)  # it moves all the time
         stepped = []

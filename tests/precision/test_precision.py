@@ -140,6 +140,7 @@ def test_a_step_tells_the_norm_before_its_clip() -> None:
             assert step.norm.item() == pytest.approx(factor * 5**0.5, rel=1e-3)
             again = pickle.loads(pickle.dumps(step))
             assert (bool(again), again.norm) == (True, step.norm)
+        optimizer.zero_grad()
         dw.backward(model(torch.ones(1, 4)).sum())
         assert dw.optimizer_step(optimizer).norm is None
 
@@ -452,6 +453,7 @@ def test_two_optimizers_share_one_backward() -> None:
         assert dw.optimizer_step(of_other)
         assert weights(one) == before
         torch.testing.assert_close(torch.tensor(weights(other)), torch.tensor(before) - 0.1, rtol=1e-3, atol=1e-4)
+        of_one.zero_grad()
         dw.backward(one(x).sum())
         assert current_world().part(LossScaling).scaler.get_scale() == scale / 2
 
@@ -579,6 +581,138 @@ def test_a_plain_backward_after_a_scaled_one_is_refused() -> None:
         assert dw.optimizer_step(optimizer)
 
     under("fp16", body)
+
+
+def _clipped(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _replaced(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5
+    optimizer.step()
+
+
+def _by_closure(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        dw.backward(loss := model(torch.ones(1, 4)).sum())
+        return loss
+
+    optimizer.zero_grad()
+    optimizer.step(closure)
+
+
+def _again(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    dw.unscale(optimizer)
+    dw.backward(model(torch.ones(1, 4)).sum())
+
+
+def _without_zero_grad(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    assert dw.optimizer_step(optimizer)
+    dw.backward(model(torch.ones(1, 4)).sum())
+
+
+def _by_two(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert dw.optimizer_step(optimizer)
+    dw.optimizer_step(other)
+
+
+@pytest.mark.parametrize("how", [_clipped, _replaced, _by_closure, _again, _without_zero_grad, _by_two])
+def test_no_step_is_over_gradients_of_the_wrong_scale(how: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    """Also where they were changed or replaced, are computed in the step, or mixed with others: an error, no number."""
+
+    def body() -> None:
+        model, optimizer = setting()
+        dw.backward(model(torch.ones(1, 4)).sum())
+        with pytest.raises(PrecisionError):
+            how(model, optimizer)
+
+    under("fp16", body)
+
+
+def test_a_free_tensor_that_was_changed_is_refused() -> None:
+    """A tensor of no model keeps its scale through an in-place change."""
+
+    def body() -> None:
+        model, _ = setting()
+        temperature = torch.nn.Parameter(torch.ones(()))
+        own = torch.optim.SGD([temperature], lr=0.1)
+        dw.backward(model(torch.ones(1, 4)).sum() * 0 + 3 * temperature)
+        temperature.grad.mul_(1.0)
+        for step in (own.step, lambda: dw.optimizer_step(own)):
+            with pytest.raises(PrecisionError):
+                step()
+
+    under("fp16", body)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("is_anew", [True, False])
+def test_heads_that_train_by_turns(set_to_none: bool, is_anew: bool) -> None:
+    """All optimizers step after each batch, whichever head it has trained; also where each batch makes them anew."""
+
+    def body() -> list[float]:
+        heads = [setting(seed)[0] for seed in range(2)]
+
+        def optimizers() -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(head.parameters(), lr=0.1) for head in heads]
+
+        those = optimizers()
+        for number in range(4):
+            those = optimizers() if is_anew else those
+            dw.backward(heads[number % 2](torch.full((1, 4), number / 4)).sum())
+            for optimizer in those:
+                assert dw.optimizer_step(optimizer)
+                optimizer.zero_grad(set_to_none=set_to_none)
+        return weights(heads[0]) + weights(heads[1])
+
+    [expected] = under("32", body)
+    [found] = under("fp16", body)
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def test_gradients_that_two_optimizers_hold_follow_the_scale_once() -> None:
+    """A generator with two optimizers, while the discriminator's skipped step halves the scale."""
+
+    def body() -> list[float]:
+        (one, of_one), (other, of_other) = setting(0), setting(0)
+        held_too = torch.optim.SGD(other.parameters(), lr=0.1)
+        before, x = weights(other), torch.ones(1, 4)
+        dw.backward(other(x).sum())
+        dw.backward(one(x).sum() * float("inf"))
+        assert not dw.optimizer_step(of_one)
+        of_one.zero_grad()
+        dw.backward(one(x).sum())
+        assert dw.optimizer_step(of_other)
+        assert len(held_too.param_groups) == 1
+        return [now - then for now, then in zip(weights(other), before, strict=True)]
+
+    assert under("fp16", body) == [pytest.approx([-0.1] * 5, rel=1e-3)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_divided_gradients(set_to_none: bool) -> None:
+    """FSDP adds to the part of a gradient that a rank has, which is known to be scaled then."""
+
+    def body() -> list[float]:
+        torch.manual_seed(0)
+        model = dw.wrap_model(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            dw.backward(0.01 * model(torch.full((1, 4), number + 1.0)).sum())
+            assert dw.optimizer_step(optimizer)
+            optimizer.zero_grad(set_to_none=set_to_none)
+        whole = [parameter.full_tensor() for parameter in model.parameters()]
+        return torch.cat([each.detach().flatten() for each in whole]).tolist()
+
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 2)
+    expected = [each - 0.1 * 0.01 * 6 for each in plain.weight.flatten().tolist()]
+    for found in under("fp16", body, 2, "fsdp"):
+        assert found[:8] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_model_in_float32_beside_one_in_fp16() -> None:

@@ -10,8 +10,8 @@ LOOPS = Path(__file__).with_name("loops")
 
 # How `prove` may name a mistake of each cause.
 CAUSES = {
-    "sum": ("sum-loss", "gradients-changed", "number-of-a-part"),
-    "too small": ("divided-too-often", "gradients-changed"),
+    "sum": ("multiplied-by-ranks", "gradients-changed", "number-of-a-part"),
+    "too small": ("divided-by-ranks", "gradients-changed"),
     "uneven mean": ("uneven-mean", "number-of-a-part"),
     "not exchanged": ("not-exchanged",),
     "samples twice": ("samples-twice", "number-of-a-part"),

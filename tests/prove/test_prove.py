@@ -92,7 +92,7 @@ def test_a_function_decorated_or_not() -> None:
     """What hides behind a clip, and behind Adam, is seen before it."""
     assert prove(train, 1.0, ranks=[2]).comparisons[0].compared["returned numbers"] == 1
     assert decorated.prove(ranks=[3])(scale=1.0).verdict == "equal"
-    with pytest.raises(ProofError, match="DW101 sum-loss") as error:
+    with pytest.raises(ProofError, match="DW101 multiplied-by-ranks") as error:
         decorated.prove(ranks=[2, 3])(0.0)
     assert "step 1, the gradients of all parameters at test_prove.py:" in str(error.value)
     assert "on 2 ranks: 2.000 times" in str(error.value)
@@ -207,7 +207,7 @@ OWN = {
     "examples/elastic": "failed",  # it restarts, which is not simulated
     "guides/model": "failed",  # it asks for two ranks
     "howto/notebooks": "failed",  # cells import for each other
-    "guides/prove": "sum-loss",
+    "guides/prove": "multiplied-by-ranks",
     "howto/ema": "batch-statistics",
     "howto/ensembles": "weights-apart",
     "howto/sweep": "learning-rate",

@@ -157,7 +157,7 @@ def test_a_comment_ignores_a_finding(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert proven_text("dw/plain.py", wrong, line, tmp_path, *options) == code
         printed = capsys.readouterr().out
         assert printed.startswith(f"{verdict}: 0 steps")
-        assert "DW101 sum-loss" in printed
+        assert "DW101 multiplied-by-ranks" in printed
         cases = ElementTree.parse(junit).findall("testcase")
         assert [each.get("name") for each in cases] == ["2 ranks", "3 ranks"]
         assert [len(each) for each in cases] == [code, code]
@@ -220,4 +220,4 @@ def test_a_strategy(name: str) -> None:
     function = dw.distributed(**STRATEGIES[name])(plain)
     proofs = [proven(Program(function=function, arguments=[each], steps=3), ranks=[2]) for each in (1.0, 0.0)]
     assert [each.verdict for each in proofs] == ["equal", "differs"], "\n".join(map(str, proofs))
-    assert proofs[1].mistake == "sum-loss", str(proofs[1])
+    assert proofs[1].mistake == "multiplied-by-ranks", str(proofs[1])

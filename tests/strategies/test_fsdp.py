@@ -315,6 +315,7 @@ def _in_half_precision() -> list[float]:
         assert model.first.weight.dtype == torch.float32
         if precision == "fp16":  # an overflow on one rank skips the step on all
             before = full(model)
+            optimizer.zero_grad()
             dw.backward(model(x * (1e30 if dw.rank() else 1)).square().mean())
             assert not dw.optimizer_step(optimizer)
             assert all(value.equal(before[name]) for name, value in full(model).items())
