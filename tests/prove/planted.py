@@ -594,6 +594,13 @@ PLANTED = [
         "    train_set = torch.utils.data.Subset(train_set, range(dist.get_rank(), len(train_set), dist.get_world_size()))\n    sampler = DistributedSampler(train_set, shuffle=True)\n",
         "samples missing",
     ),
+    Planted(
+        "padding counts",
+        "dw/tokens.py",
+        "dw.scale_loss(loss, count)",
+        "dw.scale_loss(loss, targets.numel())",
+        "uneven mean",
+    ),
 ]
 
 # What is named by another name than its cause: it differs, and the line is right.
@@ -634,13 +641,6 @@ UNSEEN = {
         'total = config["epochs"] * len(Waves()) // config["batch_size"]',
         "schedule",
     ): "it shows only where the sharded loader is shorter",
-    Planted(
-        "padding counts",
-        "dw/tokens.py",
-        "dw.scale_loss(loss, count)",
-        "dw.scale_loss(loss, targets.numel())",
-        "uneven mean",
-    ): "not comparable: a model's inputs are padded within the share",
     Planted(
         "mean of token means",
         "dw/tokens.py",

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import distwrap as dw
 from distwrap import shard_loader
@@ -221,3 +221,40 @@ def test_a_strategy(name: str) -> None:
     proofs = [proven(Program(function=function, arguments=[each], steps=3), ranks=[2]) for each in (1.0, 0.0)]
     assert [each.verdict for each in proofs] == ["equal", "differs"], "\n".join(map(str, proofs))
     assert proofs[1].mistake == "multiplied-by-ranks", str(proofs[1])
+
+
+def fine(options: str = "", comm: Any = None, returns: float = 0.0, counter: bool = False) -> float:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.Linear(3, 1))
+    net.register_buffer("seen", torch.zeros(()))
+    model = dw.wrap_model(net, comm=comm)
+    decay = 1e-3 * (dw.world_size() if options == "decay" else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, weight_decay=decay)
+    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(1))
+    for inputs, targets in shard_loader(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=12)):
+        optimizer.zero_grad()
+        F.mse_loss(model.eval()(inputs), targets).backward()
+        optimizer.step()
+        if counter:
+            net.seen += inputs.mean()
+    return returns
+
+
+class Sum(dw.comm.GradientAlgorithm):
+    """An algorithm of the loop's own, which adds in the place of averaging."""
+
+    def averager(self, link: Any, device: torch.device) -> Any:
+        class Added(dw.comm.Averager):
+            def average(self, bucket: Any) -> None:
+                link.mean(bucket.values)
+                bucket.values.mul_(dw.world_size())
+
+        return Added()
+
+
+def test_small_steps_and_numbers_that_are_none() -> None:
+    """A right loop with a small rate and an infinite result is equal; an option that differs is not, nor a buffer."""
+    assert prove(fine, keywords={"returns": float("inf")}, ranks=[2]).verdict == "equal"
+    for wrong in ({"options": "decay"}, {"counter": True}, {"comm": Sum()}):
+        with pytest.raises(ProofError, match="differs"):
+            prove(fine, keywords=wrong, ranks=[2])
