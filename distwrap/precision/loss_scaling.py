@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from distwrap import simulated
 from distwrap._internals.torch import has_scaled, here, version_of
 from distwrap.errors import PrecisionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
@@ -63,7 +64,8 @@ class LossScaling(RunPart):
             PrecisionError: it has added to gradients that are not scaled.
         """
         if not self._has_scaled:
-            self._states.update(dict.fromkeys(instances(Optimizer), ScaleState.READY))
+            if simulated.running is None:  # else those of other ranks are among them
+                self._states.update(dict.fromkeys(instances(Optimizer), ScaleState.READY))
             self._has_scaled = True
         self.update()
         before = self._gradients()
