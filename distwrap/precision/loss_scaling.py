@@ -47,6 +47,8 @@ class LossScaling(RunPart):
         self._states: WeakKeyDictionary[Optimizer, ScaleState] = WeakKeyDictionary()
         # Scaled gradients by the ids of their parameters, with their versions as a scaled backward has left them.
         self._scaled: dict[int, tuple[torch.Tensor, int]] = {}
+        # Of those, the sums of scaled gradients and others, each with whether these others were not zero.
+        self._mixed: dict[int, bool | torch.Tensor] = {}
         self._has_scaled = self._is_due = self._user_scales = False
 
     def add(self, model: nn.Module, scaler: torch.amp.GradScaler | None) -> None:
@@ -58,11 +60,7 @@ class LossScaling(RunPart):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note within a ``with``, around a backward of a scaled loss, which gradients it makes or adds to.
-
-        Raises:
-            PrecisionError: it has added to gradients that are not scaled.
-        """
+        """Note within a ``with``, around a backward of a scaled loss, which gradients it makes or adds to."""
         if not self._has_scaled:
             if simulated.running is None:  # else those of other ranks are among them
                 self._states.update(dict.fromkeys(instances(Optimizer), ScaleState.READY))
@@ -70,7 +68,11 @@ class LossScaling(RunPart):
         self.update()
         before = self._gradients()
         self._scaled = {key: each for key, each in self._scaled.items() if each[0] is before.get(key, (None,))[0]}
-        others = {key: _has_numbers(gradient) for key, (gradient, _) in before.items() if key not in self._scaled}
+        others = {
+            key: _has_numbers(gradient)
+            for key, (gradient, _) in before.items()
+            if key not in self._scaled or key in self._mixed
+        }
         self.in_backward = True
         try:
             yield
@@ -82,12 +84,9 @@ class LossScaling(RunPart):
             for optimizer in self._states:
                 if any(id(parameter) in new for parameter in _parameters(optimizer)):
                     self._states[optimizer] = ScaleState.SCALED
-        if mixed := [key for key in new if key in others and bool(others[key])]:
-            raise PrecisionError(
-                f"rank {self._world.placement.rank}: backward(loss) under precision='fp16' has added scaled gradients "
-                f"to those that were there, which are not scaled (that of {self._name(mixed[0])!r}, for example): "
-                "their sum is of no use. Call optimizer.zero_grad() after each step, and before the next backward."
-            )
+            # A discriminator's gradients may be such a sum until its own zero_grad().
+            still = {key: flag for key, flag in self._mixed.items() if key in self._scaled and key not in new}
+            self._mixed = {**still, **{key: others[key] for key in new if key in others}}
 
     def state_of(self, optimizer: Optimizer, *, is_own: bool = False) -> ScaleState:
         """Return the state of an optimizer's gradients.
@@ -195,8 +194,15 @@ class LossScaling(RunPart):
         """Raise where a gradient is not what a scaled backward has left; zero has no scale."""
         for parameter in _parameters(optimizer):
             scaled, now = self._scaled.pop(id(parameter), None), parameter.grad  # so that zero_grad() frees it
-            if now is None or _is_same((now, version_of(here(now))), scaled):
+            mixed = bool(self._mixed.pop(id(parameter), False))
+            if now is None or (_is_same((now, version_of(here(now))), scaled) and not mixed):
                 continue
+            if mixed and _has_numbers(now):
+                raise PrecisionError(
+                    f"rank {self._world.placement.rank}: under precision='fp16' scaled gradients were added to those "
+                    f"of the last step (of {self._name(id(parameter))!r}, for example), which are not scaled: their "
+                    "sum is of no use. Call optimizer.zero_grad() after each step, or before the next backward."
+                )
             if _has_numbers(now):
                 raise PrecisionError(
                     f"rank {self._world.placement.rank}: the gradients were changed between backward(loss) and "

@@ -51,7 +51,7 @@ ROWS = {
     "launch": Row(2300, 3760, 3534, ("launch/",)),  # part 3
     "model": Row(850 + 750, 2444, 2394, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
-    "precision": Row(190, 292, 285, ("precision/",)),  # part 1
+    "precision": Row(190, 300, 289, ("precision/",)),  # part 1
     "prove": Row(700, 1020, 874, ("prove/",)),  # part 3
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
     "testing": Row(1300, 1438, 1431, ("testing/",)),  # part 1

@@ -607,11 +607,13 @@ def _by_closure(model: Any, optimizer: torch.optim.Optimizer) -> None:
 def _again(model: Any, optimizer: torch.optim.Optimizer) -> None:
     dw.unscale(optimizer)
     dw.backward(model(torch.ones(1, 4)).sum())
+    dw.optimizer_step(optimizer)
 
 
 def _without_zero_grad(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    assert dw.optimizer_step(optimizer)
-    dw.backward(model(torch.ones(1, 4)).sum())
+    for _ in range(2):
+        assert dw.optimizer_step(optimizer)
+        dw.backward(model(torch.ones(1, 4)).sum())
 
 
 def _by_two(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -631,6 +633,23 @@ def test_no_step_is_over_gradients_of_the_wrong_scale(how: Callable[[Any, torch.
             how(model, optimizer)
 
     under("fp16", body)
+
+
+def test_a_discriminator_is_zeroed_before_its_own_backward() -> None:
+    """What a generator's loss adds to the gradients of the discriminator's last step is no error."""
+
+    def body() -> list[float]:
+        (discriminator, of_one), (generator, of_other) = setting(0), setting(1)
+        for number in range(3):
+            of_one.zero_grad()
+            dw.backward(discriminator(torch.full((1, 4), number / 2)).sum())
+            assert dw.optimizer_step(of_one)
+            of_other.zero_grad()
+            dw.backward(discriminator(generator(torch.ones(1, 4)).expand(1, 4)).sum())
+            assert dw.optimizer_step(of_other)
+        return weights(discriminator) + weights(generator)
+
+    assert under("fp16", body)[0] == pytest.approx(under("32", body)[0], rel=1e-2, abs=1e-2)
 
 
 def test_a_free_tensor_that_was_changed_is_refused() -> None:
