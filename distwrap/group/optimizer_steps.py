@@ -47,7 +47,7 @@ class OptimizerSteps(RunPart):
         self._hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, OrderedDict[int, Any]]] = WeakKeyDictionary()
         self._showing: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
         self._handles = [register_optimizer_step_pre_hook(self._begin)]
-        self._ends = False
+        self._ends = self._is_over = False
 
     def listen(self, phase: Phase, listener: Listener) -> Callable[[], None]:
         """Call a listener in a phase of each step from now on, until the returned function is called."""
@@ -65,10 +65,13 @@ class OptimizerSteps(RunPart):
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._is_over = True  # for simulated ranks, which have a copy of torch's table of hooks
         for handle in (*self._handles, *(handle for handle, _ in self._hooks.values()), *self._showing.values()):
             handle.remove()
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_over:
+            return None
         handle, hooks = self._hooks.get(optimizer) or self._hooked(optimizer)
         if next(reversed(hooks)) != handle.id:
             hooks.move_to_end(handle.id)  # after hooks that the user has registered since
@@ -106,6 +109,6 @@ class OptimizerSteps(RunPart):
             listener(optimizer, args, kwargs)
 
     def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for phase in (Phase.FINISH, Phase.END):
+        for phase in () if self._is_over else (Phase.FINISH, Phase.END):
             for listener in self._listeners[phase]:
                 listener(optimizer, args, kwargs)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
+from distwrap import simulated
 from distwrap.devices.selection import choose_device, visible_devices
 from distwrap.environments import Placement, detect
 from distwrap.errors import OptionError
@@ -239,7 +240,7 @@ def _ambient_world() -> World:
     env = os.environ
     key = (group, env.get("RANK"), env.get("WORLD_SIZE"), env.get("LOCAL_RANK"))
     if _ambient is None or _ambient[0] != key:
-        if _ambient is not None:
+        if _ambient is not None and simulated.running is None:  # else it is that of this process
             _ambient[1].close()
             _ambient[1].cleanup.close()
         found = detect(env) if group is None else _placement_of_group()

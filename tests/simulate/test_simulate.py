@@ -349,3 +349,30 @@ def test_what_gloo_refuses_is_refused() -> None:
         simulate(_splits_unevenly, 2)
     with pytest.raises(CollectiveError, match="different collectives"):
         simulate(_unlike_parts, 2)
+
+
+def _two_steps() -> float:
+    model = dw.wrap_model(nn.Linear(2, 1), same_inputs=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        dw.backward(model(torch.ones(1, 2)).sum())
+        assert dw.optimizer_step(optimizer)
+        optimizer.zero_grad()
+    return float(dw.world_size())
+
+
+def test_a_process_that_has_trained_before() -> None:
+    """Ranks do not call what listens to the steps of this process, which goes on listening after them."""
+    model = dw.wrap_model(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def half() -> None:
+        for _ in dw.accumulate([1, 2], 2, model):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(ModelError, match="micro-batch 1 of 2"):
+        half()
+    assert simulate(_two_steps, 2) == [2.0, 2.0]
+    with pytest.raises(ModelError, match="micro-batch 1 of 2"):
+        half()
