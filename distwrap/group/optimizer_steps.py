@@ -20,6 +20,24 @@ from distwrap.group.world import RunPart, World
 Listener = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 
 
+Closure = Callable[..., Any]
+
+
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a step is given a closure, by its arguments with the optimizer."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
+
+
+def around_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[[Closure], Closure]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return a step's arguments with another closure in the place of the one given; ``None`` without one."""
+    if not has_closure(args, kwargs):
+        return None
+    given = tuple(around(each) if callable(each) else each for each in args[1:])
+    return (args[0], *given), {name: around(each) if callable(each) else each for name, each in kwargs.items()}
+
+
 class Phase(Enum):
     """Phases of a step, in their order; the user's own hooks run after BEGIN and before FINISH."""
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from distwrap.errors import ModelError
-from distwrap.group.optimizer_steps import OptimizerSteps, Phase
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase, has_closure
 from distwrap.group.world import RunPart, World
 from distwrap.model.distributed import ReplicaModel
 from distwrap.model.drift import Drift
@@ -38,7 +38,7 @@ class Optimizers(RunPart):
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
         if self._groups.get(optimizer) != len(optimizer.param_groups):
-            self._check(optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
+            self._check(optimizer, has_closure(args, kwargs))
         self._drift.step(optimizer)
         if self._unwrapped is not None and self._unwrapped.open:
             self._unwrapped.look_again(optimizer)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from distwrap import simulated
 from distwrap._internals.torch import has_scaled, here, version_of
 from distwrap.errors import PrecisionError
-from distwrap.group.optimizer_steps import OptimizerSteps, Phase
+from distwrap.group.optimizer_steps import Closure, OptimizerSteps, Phase, around_closure
 from distwrap.group.world import RunPart, World
 from distwrap.live_objects import instances
 
@@ -66,7 +66,8 @@ class LossScaling(RunPart):
                 self._states.update(dict.fromkeys(instances(Optimizer), ScaleState.READY))
             self._has_scaled = True
         self.update()
-        before = self._gradients()
+        known = self._known()
+        before = _gradients(known)
         self._scaled = {key: each for key, each in self._scaled.items() if each[0] is before.get(key, (None,))[0]}
         others = {
             key: _has_numbers(gradient)
@@ -78,8 +79,7 @@ class LossScaling(RunPart):
             yield
         finally:
             self.in_backward = False
-            after = self._gradients()
-            new = {key: now for key, now in after.items() if not _is_same(now, before.get(key))}
+            new = {key: now for key, now in _gradients(known).items() if not _is_same(now, before.get(key))}
             self._scaled.update(new)
             for optimizer in self._states:
                 if any(id(parameter) in new for parameter in _parameters(optimizer)):
@@ -103,7 +103,7 @@ class LossScaling(RunPart):
         state = self._states.get(optimizer)
         if state is None:
             gradients = _gradients(_parameters(optimizer))
-            known = self._of_models(self.models | self._others)
+            known = _of_models(self.models | self._others)
             pending = any(each.grad is self._scaled[key][0] for key, each in known.items() if key in self._scaled)
             if self._has_scaled and not gradients.keys() <= known.keys() and (pending or not is_own):
                 raise PrecisionError(
@@ -121,7 +121,7 @@ class LossScaling(RunPart):
 
     def must_be_scaled(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer holds gradients of models in fp16, or parameters, before the first backward."""
-        known = self._of_models(self.models)
+        known = _of_models(self.models)
         held = [each.grad for each in _parameters(optimizer) if id(each) in known]
         return any(not self._has_scaled or (each is not None and bool(_has_numbers(each))) for each in held)
 
@@ -162,6 +162,7 @@ class LossScaling(RunPart):
         """Forget all gradients, as a checkpoint is loaded."""
         self._states.update(dict.fromkeys(self._states, ScaleState.READY))
         self._scaled.clear()
+        self._mixed.clear()
         self._is_due = False
 
     def sees_users_scaler(self) -> bool:
@@ -172,17 +173,14 @@ class LossScaling(RunPart):
         )
         return self._user_scales
 
-    def _of_models(self, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-        return {id(parameter): parameter for model in models for parameter in model.parameters()}
-
-    def _gradients(self) -> dict[int, tuple[torch.Tensor, int]]:
-        """Return the gradients of wrapped models and of all optimizers that were seen, with their versions."""
+    def _known(self) -> list[torch.Tensor]:
+        """Return the parameters of wrapped models and of all optimizers that were seen."""
         held = {id(parameter): parameter for optimizer in self._states for parameter in _parameters(optimizer)}
-        return _gradients({**held, **self._of_models(self.models | self._others)}.values())
+        return list({**held, **_of_models(self.models | self._others)}.values())
 
     def _holds_scaled(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer holds gradients that are scaled, whatever was done to them since."""
-        known = self._of_models(self.models)  # whose plain backward is refused
+        known = _of_models(self.models)  # whose plain backward is refused
         return any(
             each.grad is not None
             and (id(each) in known or each.grad is self._scaled.get(id(each), (None,))[0])
@@ -195,21 +193,21 @@ class LossScaling(RunPart):
         for parameter in _parameters(optimizer):
             scaled, now = self._scaled.pop(id(parameter), None), parameter.grad  # so that zero_grad() frees it
             mixed = bool(self._mixed.pop(id(parameter), False))
-            if now is None or (_is_same((now, version_of(here(now))), scaled) and not mixed):
+            is_changed = now is not None and not _is_same((now, version_of(here(now))), scaled)
+            if now is None or not (mixed or is_changed) or not _has_numbers(now):
                 continue
-            if mixed and _has_numbers(now):
+            if mixed:
                 raise PrecisionError(
                     f"rank {self._world.placement.rank}: under precision='fp16' scaled gradients were added to those "
                     f"of the last step (of {self._name(id(parameter))!r}, for example), which are not scaled: their "
                     "sum is of no use. Call optimizer.zero_grad() after each step, or before the next backward."
                 )
-            if _has_numbers(now):
-                raise PrecisionError(
-                    f"rank {self._world.placement.rank}: the gradients were changed between backward(loss) and "
-                    f"optimizer_step() under precision='fp16' (that of {self._name(id(parameter))!r}, for example), "
-                    "where they are still scaled: clipping would reduce them to almost nothing (DW105). Use "
-                    "optimizer_step(optimizer, max_norm=...), or distwrap.unscale(optimizer) before you touch them."
-                )
+            raise PrecisionError(
+                f"rank {self._world.placement.rank}: the gradients were changed between backward(loss) and "
+                f"optimizer_step() under precision='fp16' (that of {self._name(id(parameter))!r}, for example), "
+                "where they are still scaled: clipping would reduce them to almost nothing (DW105). Use "
+                "optimizer_step(optimizer, max_norm=...), or distwrap.unscale(optimizer) before you touch them."
+            )
 
     def _name(self, key: int) -> str:
         named = (model.named_parameters() for model in self.models | self._others)
@@ -218,18 +216,16 @@ class LossScaling(RunPart):
     def _refuse_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Refuse an optimizer's own step over gradients that are scaled, or may have overflowed; also of a closure."""
         self._refuse_step(optimizer)
-        if not any(map(callable, (*args[1:], *kwargs.values()))):
-            return None
 
-        def checked(closure: Any) -> Any:
+        def checked(closure: Closure) -> Closure:
             def call() -> Any:
                 loss = closure()
                 self._refuse_step(optimizer)
                 return loss
 
-            return call if callable(closure) else closure
+            return call
 
-        return (args[0], *map(checked, args[1:])), {name: checked(each) for name, each in kwargs.items()}
+        return around_closure(args, kwargs, checked)
 
     def _refuse_step(self, optimizer: Optimizer) -> None:
         state = self.state_of(optimizer, is_own=True)
@@ -245,6 +241,10 @@ class LossScaling(RunPart):
                 "overflowed would make the weights infinite. Call distwrap.optimizer_step(optimizer) instead, which "
                 "skips them."
             )
+
+
+def _of_models(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    return {id(parameter): parameter for model in models for parameter in model.parameters()}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -132,7 +132,7 @@ def _compare(one: World, several: World, found: Comparison) -> None:
             return
         found.steps += 1
     counts = {len(seen.steps) for seen in ranks} | {len(alone.steps)}
-    if several.error and (counts != {len(alone.steps)} or not one.error):
+    if several.error:
         named = [each.name for each in CATALOGUE if f"({each.id})" in several.error]
         found.difference = Difference((*named, "failed")[0], found.steps + 1, how=several.error)
     elif found.resumed:

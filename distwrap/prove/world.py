@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -150,16 +150,17 @@ def run(program: Program, size: Size, folder: str | None = None) -> World:
     if not hasattr(os, "fork"):
         raise LaunchError("a proof runs each world in a fork of this process, which this system does not have.")
     with contextlib.ExitStack() as stack:
-        # Two folders, of which the loop sees one; their names are those that the system has for them.
-        place, own = (Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="distwrap-prove-"))) for _ in "12")
-        place, own = Path(folder or place).resolve(), own.resolve()
+        own = stack.enter_context(_folder())  # which the loop does not see
+        place = Path(folder).resolve() if folder else stack.enter_context(_folder())
         found = [own / f"{rank}.pt" for rank in range(size.ranks if program.real else 1)]
         sys.stdout.flush()
         sys.stderr.flush()
         children = set[int]()
         stack.callback(_end, children)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = 0
+        if program.real:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
         for rank in range(len(found)):
             child = os.fork()
             if child == 0:
@@ -191,6 +192,13 @@ def run(program: Program, size: Size, folder: str | None = None) -> World:
             worlds[0].seen |= each.seen
             worlds[0].error = worlds[0].error or each.error  # the first one
         return worlds[0]
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a folder for a ``with``, by the name that the system has for it."""
+    with tempfile.TemporaryDirectory(prefix="distwrap-prove-") as folder:
+        yield Path(folder).resolve()
 
 
 def _end(children: set[int]) -> None:

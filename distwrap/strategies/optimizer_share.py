@@ -23,7 +23,7 @@ from distwrap._internals.torch import foreach
 from distwrap._internals.torch_zero import unchanged_versions
 from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
-from distwrap.group.optimizer_steps import OptimizerSteps, Phase
+from distwrap.group.optimizer_steps import Closure, OptimizerSteps, Phase, around_closure
 from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import RunPart, World
 from distwrap.model.wrapped_models import parameters_of
@@ -119,27 +119,27 @@ class OptimizerShare:
         self._hidden.clear()
         self._versions = unchanged_versions(list(self.owners))
         self._versions.__enter__()
-        given = kwargs.get("closure") or next(iter(args[1:]), None)
-        if not callable(given):
-            self._hide()
-            return None
-        closure, calls = given, []
+        calls = []
 
-        def of_share() -> Any:
-            calls.append(1)
-            if len(calls) > 1:
-                raise ModelError(
-                    f"rank {self.rank}: {type(optimizer).__name__}.step(closure) calls the closure more than "
-                    "once, and in between each rank has updated only its own share of the weights. Use "
-                    "strategy='ddp' for this optimizer."
-                )
-            loss = closure()
-            self._hide()
-            return loss
+        def of_share(closure: Closure) -> Closure:
+            def call() -> Any:
+                calls.append(1)
+                if len(calls) > 1:
+                    raise ModelError(
+                        f"rank {self.rank}: {type(optimizer).__name__}.step(closure) calls the closure more than "
+                        "once, and in between each rank has updated only its own share of the weights. Use "
+                        "strategy='ddp' for this optimizer."
+                    )
+                loss = closure()
+                self._hide()
+                return loss
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": of_share}
-        return (args[0], of_share, *args[2:]), kwargs
+            return call
+
+        given = around_closure(args, kwargs, of_share)
+        if given is None:
+            self._hide()
+        return given
 
     def _hide(self) -> None:
         for parameter in self.owners:

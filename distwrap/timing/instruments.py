@@ -21,7 +21,7 @@ from distwrap._internals.torch_data import iterator_class, pins, workers_of
 from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.cpus import thread_times
-from distwrap.group.optimizer_steps import OptimizerSteps, Phase
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase, around_closure
 from distwrap.group.world import World
 from distwrap.model.forward_routing import Routing
 from distwrap.model.watch import is_power_of_two
@@ -300,11 +300,7 @@ class Instruments:
             return None
         self._outermost = ref(optimizer)
         self.stopwatch.begin(Part.OPTIMIZER)
-        if not any(map(callable, (*args[1:], *kwargs.values()))):
-            return None
-        own = self._timed(Part.OWN)  # around a closure
-        given = tuple(own(each) if callable(each) else each for each in args[1:])
-        return (args[0], *given), {name: own(each) if callable(each) else each for name, each in kwargs.items()}
+        return around_closure(args, kwargs, self._timed(Part.OWN))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost is None or self._outermost() is not optimizer or not self.stopwatch.hears():

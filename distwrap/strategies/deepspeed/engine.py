@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from distwrap._internals.torch import after_backward, version_of
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError, PrecisionError
-from distwrap.group.optimizer_steps import OptimizerSteps, Phase
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase, has_closure
 from distwrap.group.world import RunPart, World
 from distwrap.live_objects import instances
 from distwrap.model.drift import Drift
@@ -232,7 +232,7 @@ class ModelEngine:
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Step in the place of the user's optimizer, which then finds no gradient."""
-        if callable(kwargs.get("closure") or next(iter(args[1:]), None)):
+        if has_closure(args, kwargs):
             raise ModelError(
                 f"{type(optimizer).__name__}.step(closure) is not possible under strategy='deepspeed', whose "
                 "engine takes no closure. Compute the loss and its gradients first, and call step()."
