@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from tests.interpreters import ASKED, COMMANDS, ask, can_be_forked, interpreter
+from tests.interpreters import ASKED, COMMANDS, LEAVE_LATE, ask, can_be_forked, interpreter
 
 PYTHON = str(COMMANDS / "python")  # to be started with `forked_commands` among the variables
 _HANDED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGABRT")
@@ -31,9 +31,14 @@ def own_commands() -> dict[str, str]:
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
-def forked_commands() -> dict[str, str]:
-    """Return the variables with which programs find the commands that are forks."""
+def forked_commands(*, plain: bool = False) -> dict[str, str]:
+    """Return the variables with which programs find the commands that are forks.
+
+    Args:
+        plain: they are programs of plain torch, which leave so early that gloo may not let them end.
+    """
     return {
+        **({LEAVE_LATE: "1"} if plain else {}),
         "PATH": os.pathsep.join([str(COMMANDS), own_commands()["PATH"]]),
         "PYTHON_EXEC": PYTHON,  # with which torchrun starts ranks
         **interpreter().variables(),

@@ -28,6 +28,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 ROOT = Path(__file__).parents[1]
 COMMANDS = Path(__file__).with_name("commands")
 ASKED = "INTERPRETER_OF_TESTS"
+LEAVE_LATE = "INTERPRETER_OF_TESTS_LEAVES_LATE"
 
 _LENGTH = struct.Struct("Q")
 _STATUS = struct.Struct("i")
@@ -382,11 +384,32 @@ def _become(command: list[str], cwd: str, env: dict[str, str]) -> NoReturn:
     from distwrap.live_objects import mark_as_served
 
     mark_as_served()
+    if LEAVE_LATE in env:
+        _leave_late()
     if "triton" in sys.modules:
         atexit.register(gc.unfreeze)  # else it tells of its objects that nobody collects
     with _told_as_a_program():
         _run(what, words)
     sys.exit(0)
+
+
+def _leave_late() -> None:
+    """Let torch's group end when gloo's threads have nothing left to do.
+
+    Seen with torch 2.13: a work that began in a backward holds a Python object, so that gloo's thread wants the
+    interpreter's lock to let go of it. Where a DDP model is the last that holds its group, which is so once the group
+    is destroyed, it waits for that thread with the lock in its hands, for ever. A program of plain torch that ends
+    right after its last backward met that in one of five runs as a fork, which is quick to end.
+    """
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    def destroy_late(*given: object, **named: object) -> None:
+        time.sleep(0.2)
+        destroy(*given, **named)
+
+    dist.destroy_process_group = destroy_late
 
 
 def _run(what: str, words: list[str]) -> None:

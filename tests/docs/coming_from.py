@@ -64,7 +64,7 @@ def trained_by(
         # The port of the programs that name one belongs to somebody else when tests run beside each other.
         (folder / path.name).write_text(path.read_text().replace("12355", str(free_port())))
     here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DISTWRAP_QUIET": "1", **(environment or {})}
-    here |= forked_commands()
+    here |= forked_commands(plain=True)
     for command in commands:
         words = command.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
         ended, printed = _ended(words, folder, here, seconds)

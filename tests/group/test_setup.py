@@ -157,21 +157,25 @@ def addresses_of(targets: set[str]) -> set[str]:
 def test_who_leaves_waits_for_who_still_connects() -> None:
     """A rank that has made its last group, and is done, could cut the connections that another is about to make."""
 
-    def connections() -> bool:
+    def connections() -> list[bool]:
         pids = dw.gather_object(os.getpid())
+        lived: list[bool] = []
         if dw.rank() == 0:
             plain = dist.new_group
 
             def slow_group(*args: Any, **kwargs: Any) -> Any:
                 made = plain(*args, **kwargs)
                 time.sleep(1.0)
+                lived.append(lives(pids[1]))
                 return made
 
             dist.new_group = slow_group
         dw.wrap_model(nn.Linear(1, 1), comm="local_sgd")
-        return lives(pids[1])
+        return lived
 
-    assert run_ranks(connections, 2)[0]
+    lived = run_ranks(connections, 2)[0]
+    assert lived
+    assert all(lived)
 
 
 @pytest.mark.parametrize(

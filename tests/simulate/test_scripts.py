@@ -36,7 +36,7 @@ def simulated(name: str, ranks: int, folder: Path) -> list[str]:
 def under_torchrun(name: str, ranks: int, folder: Path) -> list[str]:
     """A script that names GPUs is told that there are none."""
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", SCRIPTS / f"{name}.py"]
-    return results(*words, folder=folder, PLAIN="1", **forked_commands())
+    return results(*words, folder=folder, PLAIN="1", **forked_commands(plain=True))
 
 
 def assert_alike(found: list[str], expected: list[str]) -> None:
