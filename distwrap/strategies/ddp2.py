@@ -1,7 +1,8 @@
 """Lightning's former strategy ``ddp2``: a process for each node, which uses all its devices.
 
 In each process torch's DataParallel splits the batch over threads, in full precision. Between the nodes it is DDP, with
-any algorithm of exchange. On the CPU, or with one device a node, it is DDP with one process a node.
+any algorithm of exchange; on one node it is DataParallel alone. On the CPU, or with one device a node, it is DDP with
+one process a node.
 """
 
 from typing import Any
@@ -14,10 +15,11 @@ from distwrap.comm.base import Algorithm
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import OptionError
 from distwrap.group.world import World
-from distwrap.model.distributed import AveragingModel, DistributedModel
+from distwrap.model.distributed import AveragingModel, AveragingReplica, DistributedModel, ReplicaModel
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
-from distwrap.strategies.dp import check_over_devices
+from distwrap.strategies.dp import check_over_devices, over_devices
+from distwrap.strategies.single import check_ddp_options
 
 
 class DDP2Strategy(DDPStrategy):
@@ -32,18 +34,24 @@ class DDP2Strategy(DDPStrategy):
                 f"{world.placement.local_world_size}. Start one on each node (srun --ntasks-per-node=1, "
                 "torchrun --nproc-per-node=1), or use strategy='ddp'."
             )
+        if world.placement.world_size == 1:
+            check_ddp_options("wrap_model()", wrapping.options)
+            return over_devices("ddp2", model, wrapping)
         if visible_devices().count > 1:
             check_over_devices("ddp2")
         return super().prepare_model(model, world, wrapping)
 
     def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
-        return super().wrapper(comm) if visible_devices().count < 2 else _ModelOverDevices
+        kind = super().wrapper(comm)
+        if visible_devices().count < 2:
+            return kind
+        return _ReplicaOverDevices if issubclass(kind, ReplicaModel) else _ModelOverDevices
 
     def devices(self, wrapping: Wrapping) -> dict[str, Any]:
         return super().devices(wrapping) if visible_devices().count < 2 else {}
 
 
-class _OverDevices(DDPForwardHook, AveragingModel):
+class _OverDevices(DDPForwardHook):
     """DDP model whose forward runs on all devices of this process; DDP sees the gradients on the first."""
 
     def run_module(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -52,7 +60,21 @@ class _OverDevices(DDPForwardHook, AveragingModel):
         return data_parallel(self.module, inputs, devices, module_kwargs=kwargs or None)
 
 
+class _AveragingOverDevices(_OverDevices, AveragingModel):
+    """torch's wrapper inside a `_ModelOverDevices`."""
+
+
 class _ModelOverDevices(DistributedModel):
     """Wrapped model whose forward runs on all devices of this process."""
 
-    _distwrap_inner = _OverDevices
+    _distwrap_inner = _AveragingOverDevices
+
+
+class _AveragingReplicaOverDevices(_OverDevices, AveragingReplica):
+    """torch's wrapper inside a `_ReplicaOverDevices`."""
+
+
+class _ReplicaOverDevices(ReplicaModel):
+    """Replica whose forward runs on all devices of this process."""
+
+    _distwrap_inner = _AveragingReplicaOverDevices

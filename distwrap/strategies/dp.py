@@ -32,6 +32,19 @@ def check_over_devices(strategy: str) -> None:
         ) from None
 
 
+def over_devices(strategy: str, model: nn.Module, wrapping: Wrapping) -> nn.Module:
+    """Wrap a model of a world of one rank over all devices of this process.
+
+    Raises:
+        ModelError: torch cannot divide batches over them.
+    """
+    count = visible_devices().count
+    if count < 2 or wrapping.device.type == "cpu":
+        return local(model, wrapping)
+    check_over_devices(strategy)
+    return DataParallelModel(model, wrapping.in_precision, range(count), wrapping.forward_methods)
+
+
 class DPStrategy(Strategy):
     """Strategy that splits the batch over the devices of this process; with at most one, the model is unchanged."""
 
@@ -45,8 +58,4 @@ class DPStrategy(Strategy):
                 f"strategy='dp' is one process over several devices, but this world has {world.placement.world_size} "
                 f"ranks. Use strategy='ddp', or start one process."
             )
-        count = visible_devices().count
-        if count < 2 or wrapping.device.type == "cpu":
-            return local(model, wrapping)
-        check_over_devices("dp")
-        return DataParallelModel(model, wrapping.in_precision, range(count), wrapping.forward_methods)
+        return over_devices("dp", model, wrapping)
