@@ -64,22 +64,11 @@ def thread_times(thread: int | None = None) -> tuple[float, float] | None:
 
 def processor_name() -> str | None:
     """Return the name of the host's CPUs; ``None`` where the system tells nothing."""
-    return next(iter(_told_of_cpus("model name")), None)
-
-
-def clock_rate() -> float | None:
-    """Return the rate at which this process's CPUs run now, in MHz, on average; ``None`` where nobody tells."""
-    rates = _told_of_cpus("cpu MHz")
-    mine = [float(rates[cpu]) for cpu in allowed_cpus() if cpu < len(rates)]
-    return sum(mine) / len(mine) if mine else None
-
-
-def _told_of_cpus(name: str) -> list[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    return [value.strip() for line in lines for key, _, value in [line.partition(":")] if key.strip() == name]
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return None
 
 
 def choose_threads(local_world_size: int) -> int | None:

@@ -18,8 +18,7 @@ from distwrap.group.world import World
 from distwrap.model.distributed import AveragingModel, AveragingReplica, DistributedModel, ReplicaModel
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
-from distwrap.strategies.dp import check_over_devices, over_devices
-from distwrap.strategies.single import check_ddp_options
+from distwrap.strategies.dp import divides_batches, over_devices
 
 
 class DDP2Strategy(DDPStrategy):
@@ -35,20 +34,16 @@ class DDP2Strategy(DDPStrategy):
                 "torchrun --nproc-per-node=1), or use strategy='ddp'."
             )
         if world.placement.world_size == 1:
-            check_ddp_options("wrap_model()", wrapping.options)
             return over_devices("ddp2", model, wrapping)
-        if visible_devices().count > 1:
-            check_over_devices("ddp2")
+        self._divides = divides_batches("ddp2", wrapping.device)
         return super().prepare_model(model, world, wrapping)
 
     def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
         kind = super().wrapper(comm)
-        if visible_devices().count < 2:
-            return kind
-        return _ReplicaOverDevices if issubclass(kind, ReplicaModel) else _ModelOverDevices
+        return _OVER_DEVICES[kind] if self._divides else kind
 
     def devices(self, wrapping: Wrapping) -> dict[str, Any]:
-        return super().devices(wrapping) if visible_devices().count < 2 else {}
+        return {} if self._divides else super().devices(wrapping)
 
 
 class _OverDevices(DDPForwardHook):
@@ -60,21 +55,20 @@ class _OverDevices(DDPForwardHook):
         return data_parallel(self.module, inputs, devices, module_kwargs=kwargs or None)
 
 
-class _AveragingOverDevices(_OverDevices, AveragingModel):
-    """torch's wrapper inside a `_ModelOverDevices`."""
-
-
 class _ModelOverDevices(DistributedModel):
     """Wrapped model whose forward runs on all devices of this process."""
 
-    _distwrap_inner = _AveragingOverDevices
-
-
-class _AveragingReplicaOverDevices(_OverDevices, AveragingReplica):
-    """torch's wrapper inside a `_ReplicaOverDevices`."""
+    class _distwrap_inner(_OverDevices, AveragingModel):
+        """torch's wrapper inside."""
 
 
 class _ReplicaOverDevices(ReplicaModel):
     """Replica whose forward runs on all devices of this process."""
 
-    _distwrap_inner = _AveragingReplicaOverDevices
+    class _distwrap_inner(_OverDevices, AveragingReplica):
+        """torch's wrapper inside."""
+
+
+_OVER_DEVICES: dict[type[DistributedModel], type[DistributedModel]] = {
+    DistributedModel: _ModelOverDevices, ReplicaModel: _ReplicaOverDevices
+}  # fmt: skip
