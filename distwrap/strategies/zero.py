@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
-from distwrap.devices.memory import return_freed_memory
+from distwrap.devices.cpus import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.distributed import AveragingModel, DistributedModel

@@ -45,7 +45,7 @@ ROWS = {
     "comm": Row(1250, 1806, 1841, ("comm/",)),  # part 1
     "convert": Row(2200, 4919, 4449, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
-    "devices": Row(430, 573, 571, ("devices/",)),  # part 1
+    "devices": Row(430, 509, 524, ("devices/",)),  # part 1
     "environments": Row(420, 524, 465, ("environments/",)),  # part 3
     "group": Row(1000, 1555, 1492, ("group/",)),  # part 3
     "launch": Row(2300, 3760, 3534, ("launch/",)),  # part 3
@@ -71,7 +71,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 2184, 1943, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 428, 290
+FILES, FILES_GOAL = 424, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
