@@ -5,7 +5,6 @@ Every function says which names it relies on, and what happens without them; all
 
 import functools
 import importlib
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -380,20 +379,6 @@ def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
         if hasattr(other, name):
             setattr(one, name, getattr(other, name))
     one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
-
-
-def is_within_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step, which calls this by a hook, runs within another step of the same one.
-
-    Relies on ``torch.optim:Optimizer.profile_hook_step``, which wraps ``step`` of each class.
-    Without it: a class whose ``step`` calls that of its parent has its gradients exchanged and hidden twice.
-    """
-    wrapped: Any = getattr(torch.optim.Optimizer, "profile_hook_step", lambda step: step)(lambda: None)
-    frame, count = sys._getframe(), 0
-    while frame is not None and count < 2:
-        count += frame.f_code is wrapped.__code__ and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back  # type: ignore[assignment]
-    return count > 1
 
 
 def hooks_beside(handle: RemovableHandle) -> OrderedDict[int, Any]:

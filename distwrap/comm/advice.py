@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distwrap.comm.allreduce import BF16, FP16, AllReduce, ByteGrad
 from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.gradients import BF16, FP16, AllReduce, ByteGrad, PowerSGD, TopK
 from distwrap.comm.link import Link, Traffic
-from distwrap.comm.powersgd import PowerSGD
-from distwrap.comm.topk import TopK
 from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world

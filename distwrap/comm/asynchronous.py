@@ -17,7 +17,7 @@ import torch
 
 from distwrap.checks import whole
 from distwrap.comm.base import option
-from distwrap.comm.engine import PATIENCE
+from distwrap.comm.exchange import PATIENCE
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.devices.streams import Given, SideStream

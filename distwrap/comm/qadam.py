@@ -92,7 +92,10 @@ class _QAdamExchange(GradientExchange):
             return parameter.register_hook(lambda gradient: (add := hook()) and add(prepared, index, held()))  # type: ignore[no-untyped-call]
 
         for index, group in enumerate(prepared.param_groups):
-            self._handles += [listen(index, parameter) for parameter in group["params"] if parameter.requires_grad]
+            own = [
+                parameter for parameter in group["params"] if id(parameter) in self._names
+            ]  # others' averages differ
+            self._handles += [listen(index, parameter) for parameter in own if parameter.requires_grad]
         return prepared
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -212,6 +215,14 @@ class QAdamOptimizer(Optimizer):
         self._share()
         act_for(self, adam)
         adam.register_load_state_dict_post_hook(lambda _: self._share())
+        adam.register_step_pre_hook(self._refuse_original)
+
+    def _refuse_original(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self._adam:  # whose hooks are those of this optimizer too
+            raise ModelError(
+                "comm='qadam' steps with the optimizer that wrap_optimizer() has returned, and this is a step of the "
+                f"{type(optimizer).__name__} that it was given. Write optimizer = wrap_optimizer(optimizer, model)."
+            )
 
     def _share(self) -> None:
         self.param_groups, self.state = self._adam.param_groups, self._adam.state

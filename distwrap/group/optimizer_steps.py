@@ -2,9 +2,6 @@
 
 torch runs hooks on all optimizers before those of one optimizer, and after its step the other way round. What may see
 and change gradients must therefore be a hook of the optimizer itself, and stay inside of the user's own hooks.
-
-Where a class calls the step of its parent, torch runs all hooks for both. That is one step: what is hidden is shown
-after the parent's, whose caller may go on with the new weights, and the other phases are those of the whole.
 """
 
 from collections import OrderedDict
@@ -16,7 +13,7 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from distwrap._internals.torch import hooks_beside, is_within_own_step
+from distwrap._internals.torch import hooks_beside
 from distwrap.group.world import RunPart, World
 
 # Called with the optimizer and its step's arguments. Before the step it may return others, as a hook of torch's may.
@@ -58,11 +55,6 @@ class Phase(Enum):
 _INNER = (Phase.ADOPT, Phase.REFUSE, Phase.COMPARE, Phase.EXCHANGE, Phase.HIDE)
 
 
-def _may_nest(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step may call another of its own: more than one of its classes has one."""
-    return sum("step" in vars(kind) for kind in type(optimizer).__mro__ if kind is not Optimizer) > 1
-
-
 class OptimizerSteps(RunPart):
     """Listeners to the steps of all optimizers of one run."""
 
@@ -72,8 +64,6 @@ class OptimizerSteps(RunPart):
         # The hook of each optimizer before its step, among the optimizer's own; and the one after it.
         self._hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, OrderedDict[int, Any]]] = WeakKeyDictionary()
         self._showing: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-        # Optimizers whose step may run within another of theirs, and whether the listeners to HIDE were called last.
-        self._nesting: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._handles = [register_optimizer_step_pre_hook(self._begin)]
         self._ends = self._is_over = False
 
@@ -106,12 +96,10 @@ class OptimizerSteps(RunPart):
         if self._listeners[Phase.SHOW] and optimizer not in self._showing:
             self._show_first(optimizer)
         begins = self._listeners[Phase.BEGIN]
-        return self._inside(optimizer, args, kwargs, begins) if begins and not self._is_nested(optimizer) else None
+        return self._inside(optimizer, args, kwargs, begins) if begins else None
 
     def _hooked(self, optimizer: Optimizer) -> tuple[RemovableHandle, OrderedDict[int, Any]]:
         handle = optimizer.register_step_pre_hook(self._inside)
-        if _may_nest(optimizer):
-            self._nesting[optimizer] = False
         self._hooks[optimizer] = handle, hooks_beside(handle)
         return self._hooks[optimizer]
 
@@ -119,9 +107,6 @@ class OptimizerSteps(RunPart):
         """Register the hook that acts right after a step, before those of the user's."""
         handle = self._showing[optimizer] = optimizer.register_step_post_hook(self._show)
         hooks_beside(handle).move_to_end(handle.id, last=False)
-
-    def _is_nested(self, optimizer: Optimizer) -> bool:
-        return optimizer in self._nesting and is_within_own_step(optimizer)
 
     def _inside(
         self,
@@ -131,30 +116,17 @@ class OptimizerSteps(RunPart):
         listeners: list[Listener] | None = None,
     ) -> Any:
         """Call listeners before a step, and return its arguments if one of them has replaced these."""
-        if listeners is None:
-            listeners = self._hiding(optimizer) if self._nesting and optimizer in self._nesting else self._inner
         given = None
-        for listener in listeners:
+        for listener in self._inner if listeners is None else listeners:
             if (replaced := listener(optimizer, args, kwargs)) is not None:
                 given = args, kwargs = replaced
         return given
 
-    def _hiding(self, optimizer: Optimizer) -> list[Listener]:
-        """Return the listeners of a step that may be within another: there, what is not hidden is hidden again."""
-        was_hidden, self._nesting[optimizer] = self._nesting[optimizer], True
-        if not is_within_own_step(optimizer):
-            return self._inner
-        return [] if was_hidden else self._listeners[Phase.HIDE]
-
     def _show(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if optimizer in self._nesting:
-            if not self._nesting[optimizer]:
-                return
-            self._nesting[optimizer] = False
         for listener in self._listeners[Phase.SHOW]:
             listener(optimizer, args, kwargs)
 
     def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for phase in () if self._is_over or self._is_nested(optimizer) else (Phase.FINISH, Phase.END):
+        for phase in () if self._is_over else (Phase.FINISH, Phase.END):
             for listener in self._listeners[phase]:
                 listener(optimizer, args, kwargs)

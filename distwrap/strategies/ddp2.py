@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import data_parallel
 
 from distwrap._internals.torch import DDPForwardHook
-from distwrap.comm.base import Algorithm
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import OptionError
 from distwrap.group.world import World
 from distwrap.model.distributed import AveragingModel, AveragingReplica, DistributedModel, ReplicaModel
+from distwrap.protocols import Algorithm
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.dp import divides_batches, over_devices
