@@ -150,7 +150,7 @@ class Exchange(ABC, Generic[A]):
         self.link = self.between(world, [ranks[0] for ranks in nodes])
         self.engine = Engine(world.device)
         model.register_comm_hook(self, lambda exchange, bucket: exchange.submit(bucket))
-        self._exchanges.add(self)
+        self._exchanges.known.append(self)
 
     def between(self, world: World, ranks: list[int], *, crosses_nodes: bool = True) -> Link | None:
         """Make a link between some ranks; every rank calls this. Return ``None`` if this one is not among them."""
@@ -213,7 +213,8 @@ class Exchange(ABC, Generic[A]):
 
     def close(self) -> None:
         """End the thread, and destroy the groups if this needs no other rank."""
-        self._exchanges.remove(self)
+        with suppress(ValueError):
+            self._exchanges.known.remove(self)
         if not self.engine.close() or ENDS_GROUPS_LOCKED:
             self.keep_groups()
         groups, self._groups = self._groups, []
@@ -225,19 +226,14 @@ class Exchange(ABC, Generic[A]):
 
 
 class RunExchanges(RunPart):
-    """Exchanges of all models of a run, in the order in which the models were wrapped."""
+    """Exchanges of all models of a run.
+
+    Attributes:
+        known: those that are not closed, in the order in which the models were wrapped.
+    """
 
     def __init__(self, world: World) -> None:
-        self._exchanges: list[Exchange[Any]] = []
-
-    def add(self, exchange: Exchange[Any]) -> None:
-        """Add a new exchange."""
-        self._exchanges.append(exchange)
-
-    def remove(self, exchange: Exchange[Any]) -> None:
-        """Remove a closed exchange."""
-        if exchange in self._exchanges:
-            self._exchanges.remove(exchange)
+        self.known: list[Exchange[Any]] = []
 
     def close_unused(self) -> None:
         """Close the exchanges of models to which nothing refers any more.
@@ -245,13 +241,13 @@ class RunExchanges(RunPart):
         This is left to the next wrapped model, since garbage collection may happen in any thread and at any point, also
         while a group is being made.
         """
-        for exchange in list(self._exchanges):
+        for exchange in list(self.known):
             if exchange.model is None and not exchange.runs:
                 exchange.close()
 
     def close(self) -> None:
         with ExitStack() as stack:
-            for exchange in self._exchanges:
+            for exchange in self.known:
                 stack.callback(exchange.close)
 
 
