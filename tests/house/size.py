@@ -42,7 +42,7 @@ ROWS = {
     "_internals": Row(650, 1269, 1293, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2179, 2082, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
-    "comm": Row(1250, 1760, 1786, ("comm/",)),  # part 1
+    "comm": Row(1250, 1747, 1778, ("comm/",)),  # part 1
     "convert": Row(2200, 4919, 4449, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 509, 524, ("devices/",)),  # part 1
@@ -55,7 +55,7 @@ ROWS = {
     "prove": Row(700, 1026, 880, ("prove/",)),  # part 3
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
     "testing": Row(1300, 1438, 1431, ("testing/",)),  # part 1
-    "timing": Row(650, 841, 796, ("timing/",)),  # part 1
+    "timing": Row(650, 832, 786, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1281, 1183, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
         430, 848, 823, _strategies("zero.py gradient_share.py optimizer_s owned_tensors.py separable.py")
