@@ -90,21 +90,21 @@ algorithms: Registry[Algorithm] = Registry(
     "algorithms",
     "distwrap.comm",
     (
-        ("allreduce", "allreduce:AllReduce", "gradients in full"),
-        ("fp16", "allreduce:FP16", "gradients in float16: half the bytes"),
-        ("bf16", "allreduce:BF16", "gradients in bfloat16: half the bytes"),
-        ("bytegrad", "allreduce:ByteGrad", "gradients in 8 bits: a quarter of the bytes"),
-        ("powersgd", "powersgd:PowerSGD", "gradients as thin matrices, with error feedback"),
-        ("topk", "topk:TopK", "the largest gradients, with error feedback"),
+        ("allreduce", "gradients:AllReduce", "gradients in full"),
+        ("fp16", "gradients:FP16", "gradients in float16: half the bytes"),
+        ("bf16", "gradients:BF16", "gradients in bfloat16: half the bytes"),
+        ("bytegrad", "gradients:ByteGrad", "gradients in 8 bits: a quarter of the bytes"),
+        ("powersgd", "gradients:PowerSGD", "gradients as thin matrices, with error feedback"),
+        ("topk", "gradients:TopK", "the largest gradients, with error feedback"),
         ("qadam", "qadam:QAdam", "Adam's momentum in 8 bits or 1, after a warm-up"),
-        ("decentralized", "decentralized:Decentralized", "weights averaged with peers, during the step"),
+        ("decentralized", "replicas:Decentralized", "weights averaged with peers, during the step"),
         (
             "low_precision_decentralized",
-            "low_precision:LowPrecisionDecentralized",
+            "replicas:LowPrecisionDecentralized",
             "weights averaged with two neighbours, in 8 bits",
         ),
         ("async", "asynchronous:AsyncAveraging", "weights averaged by the clock, in the background"),
-        ("local_sgd", "local_sgd:LocalSGD", "weights averaged every few steps"),
+        ("local_sgd", "replicas:LocalSGD", "weights averaged every few steps"),
         ("diloco", "diloco:DiLoCo", "an outer step with momentum every few dozen steps"),
     ),
     gone=REMOVED["algorithm"],
@@ -206,7 +206,7 @@ def register_algorithm(name: str, factory: Factory | str, description: str = "",
         OptionError: the name is not a word, or the factory cannot be called.
 
     Example:
-        >>> register_algorithm("rare", "distwrap.comm.local_sgd:LocalSGD", "a mean now and then", sync_every=100)
+        >>> register_algorithm("rare", "distwrap.comm:LocalSGD", "a mean now and then", sync_every=100)
         >>> available_algorithms()["rare"]
         'a mean now and then'
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
@@ -80,16 +80,14 @@ class DeviceClock:
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock on which the work of a device is timed: the host's where its events do not tell the time."""
-    if kind_of(device).streams() is None:
-        return HostClock()
-    clock = DeviceClock(device)
-    try:
-        first, second = clock.now(), clock.now()
-        kind_of(device).finish(device)
-        clock.seconds(first, second)
-    except (NotImplementedError, RuntimeError, TypeError):
-        return HostClock()
-    return clock
+    if kind_of(device).streams() is not None:
+        clock = DeviceClock(device)
+        with suppress(NotImplementedError, RuntimeError, TypeError):
+            first, second = clock.now(), clock.now()
+            kind_of(device).finish(device)
+            clock.seconds(first, second)
+            return clock
+    return HostClock()
 
 
 class Stopwatch:
@@ -124,6 +122,8 @@ class Stopwatch:
 
     def begin(self, part: Part) -> None:
         """Begin a part, inside of the one that is open; what is between two of evaluation is evaluation too."""
+        if self.is_in(Part.OPTIMIZER) and part not in (Part.OWN, Part.EXCHANGE):
+            self.end(Part.OPTIMIZER)  # its step has raised, which torch tells nobody, and the loop goes on
         before = self._open[-1]
         if part is Part.EVALUATION and before is Part.OWN and self._marks and self._marks[-1][0] is part:
             before = part
@@ -170,12 +170,11 @@ class Stopwatch:
         """Turn the steps to whose end the device has come into rows."""
         while self._waiting and self._clock.is_reached(self._waiting[0][1][-1][1]):
             earlier, marks, ends_step = self._waiting.pop(0)
-            row = self._row
             for part, later in marks:
-                row[part] += self._clock.seconds(earlier, later)
+                self._row[part] += self._clock.seconds(earlier, later)
                 earlier = later
             if ends_step:
-                self._row = [0.0] * len(Part)
+                row, self._row = self._row, [0.0] * len(Part)
                 for call in self.on_row:
                     call(row)
 

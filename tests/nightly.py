@@ -74,7 +74,7 @@ ROWS = {
     "benchmarks": Row(("benchmarks", "tests/test_benchmarks.py")),
     "long": Row((*_START, "distwrap/checkpoint", "tests/guarded")),
     "horovod": _engine("horovod", "distwrap/strategies/horovod"),
-    "xla": _engine("xla", "distwrap/launch/xla", "distwrap/devices/xla.py"),
+    "xla": _engine("xla", "distwrap/launch/xla", "distwrap/devices/accelerators.py"),
     "versions": Row(("distwrap/_internals", "distwrap/versions.py", "setup.cfg", "noxfile.py"), ("test-versions",)),
 }
 _NOT_IN_CI = ("horovod", "xla", "versions")  # they build for minutes, or bring gigabytes

@@ -82,22 +82,6 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 # DistributedDataParallel
 
 
-def settings_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return DDP's settings of the gradient exchange, and the bytes of parameters without a gradient at the last step.
-
-    Relies on ``torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data``.
-    Without it: a report's advice does not say that every parameter has a gradient.
-    """
-    logged: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
-    return {
-        "bucket_bytes": getattr(model, "bucket_bytes_cap", None),
-        "is_bucket_view": model.gradient_as_bucket_view,
-        "finds_unused": model.find_unused_parameters,
-        "unused_bytes": logged.get("unused_parameter_size"),
-        "is_static": model.static_graph,
-    }
-
-
 def begin_ddp_forward(model: DistributedDataParallel) -> None:
     """Run DDP's steps before the forward of the module.
 

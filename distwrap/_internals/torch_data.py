@@ -83,16 +83,6 @@ def workers_of(iterator: Any) -> int | None:
     return workers if isinstance(workers, int) else None
 
 
-def pins(iterator: Any) -> bool | None:
-    """Return whether a loader's iterator pins the memory of batches, or ``None`` if unknown.
-
-    Relies on ``torch.utils.data:DataLoader([0]).__iter__()._pin_memory``.
-    Without it: a report does not advise to pin memory.
-    """
-    found = getattr(iterator, "_pin_memory", None)
-    return found if isinstance(found, bool) else None
-
-
 @contextmanager
 def worker_info_shown(info: Any) -> Iterator[None]:
     """Let `get_worker_info` return `info` within a ``with``, as `show_worker_info` does."""

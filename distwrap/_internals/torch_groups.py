@@ -48,10 +48,9 @@ def waits_for_ranks() -> list[tuple[Any, str]]:
     """
     found: list[tuple[Any, str]] = [(torch.futures.Future, "wait")]
     if dist.is_available():
-        fsdp = "fsdp._fully_shard._fsdp_param_group"
         found += [(dist.Work, "wait"), (dist, "_broadcast_coalesced")]
-        found += [(_module("_functional_collectives"), "wait_tensor")]
-        found += [(getattr(_module(fsdp), "FSDPParamGroup", None), "wait_for_unshard")]
+        units = getattr(_module("fsdp._fully_shard._fsdp_param_group"), "FSDPParamGroup", None)
+        found += [(_module("_functional_collectives"), "wait_tensor"), (units, "wait_for_unshard")]
     return [(owner, name) for owner, name in found if hasattr(owner, name)]
 
 

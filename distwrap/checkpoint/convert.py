@@ -12,7 +12,7 @@ from distwrap.checkpoint import files
 from distwrap.checkpoint.formats import FileIO, choose
 from distwrap.checkpoint.pieces import Later, leaves
 from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable, is_folder_of
-from distwrap.devices.memory import return_freed_memory
+from distwrap.devices.cpus import return_freed_memory
 from distwrap.errors import CheckpointError
 from distwrap.nesting import rebuilt
 

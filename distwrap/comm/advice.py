@@ -7,40 +7,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from distwrap.comm.allreduce import BF16, FP16, AllReduce, ByteGrad
 from distwrap.comm.base import Averager, Bucket
-from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.link import Link, Traffic
-from distwrap.comm.powersgd import PowerSGD
-from distwrap.comm.topk import TopK
+from distwrap.comm.qadam import QAdam
 from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
+from distwrap.registry import algorithms
 
 _SMALL, _LARGE = 1 << 14, 1 << 21  # weights; the larger size shrinks until it takes at most _SECONDS
 _SECONDS = 1.0
-OVERLAP = 0.5  # part of the compute during which DDP exchanges, in the backward
+_OVERLAP = 0.5  # part of the compute during which DDP exchanges, in the backward
 _WORTH = 1.15  # an algorithm that changes training more must be so many times faster
 _EVERY = 32  # steps between two exchanges of weights
 
 # In the order of how much they change training.
-_MAKERS: dict[str, Callable[[Link, torch.device], Averager]] = {
-    "allreduce": AllReduce().averager,
-    "bf16": BF16().averager,
-    "fp16": FP16().averager,
-    "bytegrad": ByteGrad().averager,
-    "bytegrad(error_feedback=True)": ByteGrad(error_feedback=True).averager,
-    "powersgd": PowerSGD().averager,
-    "qadam": lambda link, device: CompressedMean(link, MinMax8(), feedback=True),
-    "qadam(bits=1)": lambda link, device: CompressedMean(link, Sign(), feedback=True),
-    "topk": TopK().averager,
-}
+_MEASURED = (
+    *("allreduce", "bf16", "fp16", "bytegrad", "bytegrad(error_feedback=True)", "powersgd"),
+    *("qadam", "qadam(bits=1)", "topk"),
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ def advise(weights: int, compute: float | None = None) -> Advice:
     ranks = world.placement.world_size
     compute = _slowest(_compute(weights, world.device) if compute is None else compute)
     link = Link(dist.group.WORLD, list(range(ranks)), world.placement.rank, Traffic())
-    costs = {name: _cost(partial(make, link, world.device), world.device) for name, make in _MAKERS.items()}
+    costs = {name: _cost(partial(_averager, name, link, world.device), world.device) for name in _MEASURED}
     full = costs["allreduce"]
     bandwidth = 8 * (ranks - 1) / ranks / max(full.seconds_a_weight, 1e-12)
     predictions = predict(costs, weights, compute)
@@ -128,7 +120,7 @@ def predict(costs: dict[str, Cost], weights: float, compute: float) -> list[Pred
     rows = []
     for name, cost in costs.items():
         exchange = cost.of(weights)
-        rows.append(Prediction(name, exchange, compute + max(0.0, exchange - OVERLAP * compute)))
+        rows.append(Prediction(name, exchange, compute + max(0.0, exchange - _OVERLAP * compute)))
     full, byte = costs["allreduce"].of(weights), costs["bytegrad"].of(weights)
     rows += [
         Prediction("decentralized", full, max(compute, full)),  # overlaps with the whole step
@@ -151,12 +143,19 @@ def choose(predictions: Sequence[Prediction], compute: float) -> tuple[str, str]
     best = min(row.step for row in predictions)
     chosen = next(row for row in predictions if row.step <= _WORTH * best)
     first = predictions[0]
-    if chosen is first and first.exchange <= OVERLAP * compute:
+    if chosen is first and first.exchange <= _OVERLAP * compute:
         return chosen.comm, "the exchange hides behind the compute: leave comm= out"
     if chosen is first:
         return chosen.comm, "no other is faster by much: leave comm= out"
     saved = first.step / chosen.step
     return chosen.comm, f"{saved:.1f} times the steps of plain DDP, and no other is faster by much"
+
+
+def _averager(name: str, link: Link, device: torch.device) -> Averager:
+    algorithm: Any = algorithms.make(name)
+    if isinstance(algorithm, QAdam):  # which wants an optimizer
+        return CompressedMean(link, algorithm.codec(), feedback=True)
+    return algorithm.averager(link, device)  # type: ignore[no-any-return]
 
 
 def _cost(make: Callable[[], Averager], device: torch.device) -> Cost:

@@ -17,7 +17,7 @@ import torch
 
 from distwrap.checks import whole
 from distwrap.comm.base import option
-from distwrap.comm.engine import PATIENCE
+from distwrap.comm.exchange import PATIENCE
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.devices.streams import Given, SideStream
@@ -58,9 +58,6 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
     @property
     def runs(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
-
-    def begin(self) -> None:
-        self.resume()
 
     def after_step(self, step: int) -> None:
         if self._failure is not None:
@@ -103,9 +100,6 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         self._snapshot = self._side.given(weights)
 
     def settle(self) -> None:
-        self.pause()
-
-    def pause(self) -> None:
         """Stop averaging when all ranks have called this; until then this rank takes part."""
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -125,8 +119,8 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             self._runs = False
             self._take_over()
 
-    def resume(self) -> None:
-        """Start averaging again."""
+    def before_step(self) -> None:
+        """Start averaging, also again after a pause."""
         if self._runs:
             return
         self._runs, self._pausing = True, False
@@ -182,19 +176,16 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
     def restore(self, own: torch.Tensor) -> None:
         super().restore(own)
         if self._resumes:
-            self.resume()
-
-    def before_step(self) -> None:
-        self.resume()  # ends a pause by consolidate() outside a ``with``
+            self.before_step()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop averaging within a ``with``, which all ranks enter and leave."""
-        self.pause()
+        self.settle()
         try:
             yield
         finally:
-            self.resume()
+            self.before_step()
 
     def close(self) -> None:
         with self._changed:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from distwrap.comm.exchange import Exchange
 from distwrap.comm.link import Traffic
+from distwrap.comm.weights import WeightExchange
 from distwrap.errors import ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
@@ -17,10 +19,6 @@ from distwrap.model.distributed import DistributedModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy
 from distwrap.supervision.activity import Activity
-
-if TYPE_CHECKING:
-    from distwrap.comm.exchange import Exchange
-    from distwrap.comm.weights import WeightExchange
 
 
 class Consolidated(AbstractContextManager[None]):

@@ -26,7 +26,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from distwrap._internals.torch import act_for, after_backward, current_backward, foreach
 from distwrap.checks import Check, whole
 from distwrap.comm.base import Averager, Bucket, option
-from distwrap.comm.codecs import MinMax8, Sign
+from distwrap.comm.codecs import Codec, MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.gradients import GradientAlgorithm, GradientExchange
 from distwrap.comm.link import Link
@@ -55,6 +55,10 @@ class QAdam(GradientAlgorithm):
     warmup_steps: int = option(100, whole(1))
     bits: int = option(8, Check("8, for 8 bits a number, or 1", lambda bits: bits in (1, 8)))
     error_feedback: bool = True
+
+    def codec(self) -> Codec:
+        """Return the codec of the momenta."""
+        return Sign() if self.bits == 1 else MinMax8()
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return _Momenta(link, self)
@@ -92,7 +96,10 @@ class _QAdamExchange(GradientExchange):
             return parameter.register_hook(lambda gradient: (add := hook()) and add(prepared, index, held()))  # type: ignore[no-untyped-call]
 
         for index, group in enumerate(prepared.param_groups):
-            self._handles += [listen(index, parameter) for parameter in group["params"] if parameter.requires_grad]
+            own = [
+                parameter for parameter in group["params"] if id(parameter) in self._names
+            ]  # others' averages differ
+            self._handles += [listen(index, parameter) for parameter in own if parameter.requires_grad]
         return prepared
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -134,8 +141,7 @@ class _Momenta(Averager):
     def __init__(self, link: Link, options: QAdam) -> None:
         self._link, self._options = link, options
         self._scaling = current_world().part(LossScaling)
-        codec = Sign() if options.bits == 1 else MinMax8()
-        self._mean = CompressedMean(link, codec, feedback=options.error_feedback or options.bits == 1)
+        self._mean = CompressedMean(link, options.codec(), feedback=options.error_feedback or options.bits == 1)
         self._place_of: dict[int, tuple[QAdamOptimizer, int]] = {}  # load_state_dict() replaces an optimizer's groups
 
     def serve(self, optimizer: QAdamOptimizer) -> None:
@@ -212,6 +218,14 @@ class QAdamOptimizer(Optimizer):
         self._share()
         act_for(self, adam)
         adam.register_load_state_dict_post_hook(lambda _: self._share())
+        adam.register_step_pre_hook(self._refuse_original)
+
+    def _refuse_original(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self._adam:  # whose hooks are those of this optimizer too
+            raise ModelError(
+                "comm='qadam' steps with the optimizer that wrap_optimizer() has returned, and this is a step of the "
+                f"{type(optimizer).__name__} that it was given. Write optimizer = wrap_optimizer(optimizer, model)."
+            )
 
     def _share(self) -> None:
         self.param_groups, self.state = self._adam.param_groups, self._adam.state

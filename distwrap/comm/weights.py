@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from distwrap._internals.torch import foreach, version_of
 from distwrap.checks import whole
 from distwrap.comm.base import Algorithm, option
-from distwrap.comm.exchange import Exchange
+from distwrap.comm.exchange import Exchange, RunExchanges
 from distwrap.comm.link import Link, real_numbers
 from distwrap.errors import ModelError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
@@ -137,8 +137,7 @@ class WeightExchange(Exchange[W]):
             net.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]
             self.weights.parameters[-1].register_hook(lambda gradient: (found := hook()) and found()),  # type: ignore[no-untyped-call]
         ]
-        self._around_steps = world.part(WeightExchanges)
-        self._around_steps.add(self)
+        world.part(WeightExchanges)  # acts around the steps from now on
         self._tell_model()
 
     # For subclasses, on every rank, in the training thread
@@ -300,8 +299,6 @@ class WeightExchange(Exchange[W]):
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        if self in self._around_steps.known:
-            self._around_steps.known.remove(self)
         super().close()
 
 
@@ -309,22 +306,23 @@ class WeightExchanges(RunPart):
     """Exchanges of weights of a run, in the order in which the models were wrapped; they act around optimizer steps."""
 
     def __init__(self, world: World) -> None:
-        self.known: list[WeightExchange[Any]] = []
+        self._all = world.part(RunExchanges)
         steps = world.part(OptimizerSteps)
         steps.listen(Phase.EXCHANGE, self._before_step)
         steps.listen(Phase.FINISH, self._after_step)
         world.part(LossScaling).on_skipped.append(self._skipped_step)
 
-    def add(self, exchange: WeightExchange[Any]) -> None:
-        """Call an exchange before and after the steps of all optimizers."""
-        self.known.append(exchange)
+    @property
+    def known(self) -> list[WeightExchange[Any]]:
+        """Those that are not closed."""
+        return [exchange for exchange in self._all.known if isinstance(exchange, WeightExchange)]
 
     def wait(self) -> None:
         for exchange in self.known:
             exchange.wait()
 
     def settle(self) -> None:
-        for exchange in list(self.known):
+        for exchange in self.known:
             exchange.settle()
 
     def states(self) -> list[dict[str, Any]]:
@@ -352,11 +350,11 @@ class WeightExchanges(RunPart):
         return [exchange for exchange in self.known if exchange.model is not None]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for exchange in list(self.known):
+        for exchange in self.known:
             exchange.before(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for exchange in list(self.known):
+        for exchange in self.known:
             exchange.after(optimizer)
 
     def _skipped_step(self, optimizer: Optimizer) -> None:

@@ -1,10 +1,14 @@
 """CPUs and memory of the host that this process may use, and the threads that a rank takes of them."""
 
+import ctypes
 import math
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 _MOST_RANKS_PER_CPU = 4  # with more, their start alone takes a user by surprise
 
@@ -46,6 +50,18 @@ def allowed_memory(root: str = "/sys/fs/cgroup") -> int | None:
     return min(found)
 
 
+def return_freed_memory(device: torch.device) -> None:
+    """Let the C library give large freed tensors of the CPU back to the system: glibc would keep each rank's buffers.
+
+    Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
+    """
+    if sys.platform == "linux" and device.type == "cpu":
+        with suppress(AttributeError, OSError):
+            mallopt = ctypes.CDLL(None).mallopt
+            for setting in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+                mallopt(setting, 2**20)
+
+
 def thread_times(thread: int | None = None) -> tuple[float, float] | None:
     """Return how long a thread has run, and has waited for a CPU while it could have, in seconds.
 
@@ -64,29 +80,11 @@ def thread_times(thread: int | None = None) -> tuple[float, float] | None:
 
 def processor_name() -> str | None:
     """Return the name of the host's CPUs; ``None`` where the system tells nothing."""
-    return next(iter(_told_of_cpus("model name")), None)
-
-
-def clock_rate() -> float | None:
-    """Return the rate at which this process's CPUs run now, in MHz, on average; ``None`` where nobody tells."""
-    rates = _told_of_cpus("cpu MHz")
-    mine = [float(rates[cpu]) for cpu in allowed_cpus() if cpu < len(rates)]
-    return sum(mine) / len(mine) if mine else None
-
-
-def _told_of_cpus(name: str) -> list[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    return [value.strip() for line in lines for key, _, value in [line.partition(":")] if key.strip() == name]
-
-
-def choose_threads(local_world_size: int) -> int | None:
-    """Return the number of threads of each rank here; ``None`` where the user has set it."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return None
-    return max(1, len(allowed_cpus()) // local_world_size)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return None
 
 
 def too_many_ranks(count: int, cpus: int) -> str:
@@ -105,14 +103,23 @@ def too_many_ranks(count: int, cpus: int) -> str:
     )
 
 
+def choose_threads(local_world_size: int, cpus: int | None = None) -> int | None:
+    """Return the number of threads of each rank here; ``None`` where the user has set it.
+
+    Args:
+        local_world_size: how many ranks share the CPUs.
+        cpus: how many there are; by default those on which this process may run.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, (len(allowed_cpus()) if cpus is None else cpus) // local_world_size)
+
+
 def share_threads(rank: int, registrations: dict[int, dict[str, Any]]) -> int | None:
     """Return this rank's number of threads: its CPUs over the ranks on this node that may use the same ones.
 
     A cluster may have given each rank CPUs of its own, which are not divided once more. ``None`` where the user has set
     the number.
     """
-    if "OMP_NUM_THREADS" in os.environ:
-        return None
-    mine = set(registrations[rank]["cpus"])
-    sharing = sum(1 for registration in registrations.values() if mine.intersection(registration["cpus"]))
-    return max(1, len(mine) // sharing)
+    own = set(registrations[rank]["cpus"])
+    return choose_threads(sum(not own.isdisjoint(each["cpus"]) for each in registrations.values()), len(own))

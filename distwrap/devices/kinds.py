@@ -6,9 +6,9 @@ one, an accelerator is treated as `torch.accelerator` treats any.
 
 import importlib
 import traceback
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
-from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,9 @@ class DeviceKind:
             self.visible_by = VENDORS[type].visible_by
 
     @property
-    def module(self) -> ModuleType:
-        """Module of torch for this type, as `torch.xpu`."""
-        module: ModuleType = torch.get_device_module(self.type)
-        return module
+    def module(self) -> Any:
+        """Module of torch for this type, as `torch.xpu`; ``None`` if it has none, as for ``"xla"`` and ``"meta"``."""
+        return getattr(torch, self.type, None)
 
     def is_built(self) -> bool:
         """Return whether torch is built for such devices, where `torch.accelerator` cannot be asked."""
@@ -77,8 +76,7 @@ class DeviceKind:
 
     def unique_name(self, device: torch.device) -> str | None:
         """Return a name that no other physical device has; ``None`` where torch tells none."""
-        properties = getattr(self.module, "get_device_properties", lambda _: None)(device)
-        uuid = getattr(properties, "uuid", None)
+        uuid = getattr(self._properties(device), "uuid", None)
         return None if uuid is None else str(uuid)
 
     def processor(self, device: torch.device) -> str:
@@ -100,34 +98,29 @@ class DeviceKind:
 
     def random_state(self, device: torch.device) -> torch.Tensor | None:
         """Return the state of the device's random number generator; ``None`` where it has none of its own."""
-        state: torch.Tensor | None = getattr(self.module, "get_rng_state", lambda _: None)(device)
-        return state
+        return getattr(self.module, "get_rng_state", lambda _: None)(device)
 
     def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
         """Put a state of `random_state` back."""
         self.module.set_rng_state(state.cpu(), device)
 
-    def streams(self) -> ModuleType | None:
+    def streams(self) -> Any:
         """Return the module with the streams on which a copy runs beside the computation; ``None`` without such."""
-        module: ModuleType | None = getattr(torch, self.type, None)  # the meta device has none
-        return module if all(hasattr(module, name) for name in ("Stream", "Event", "stream")) else None
+        return self.module if all(hasattr(self.module, name) for name in ("Stream", "Event", "stream")) else None
 
     def memory(self, device: torch.device) -> int | None:
         """Return the bytes that the device has; ``None`` where torch does not tell."""
-        info = getattr(self.module, "mem_get_info", None)
-        return None if info is None else int(info(device)[1])
+        return getattr(self.module, "mem_get_info", lambda _: (None, None))(device)[1]
 
     def has_float64(self, device: torch.device) -> bool:
         """Return whether the device computes with numbers of 64 bits."""
         if self.type in VENDORS and not VENDORS[self.type].has_float64:
             return False
-        properties = getattr(self.module, "get_device_properties", lambda _: None)(device)
-        return bool(getattr(properties, "has_fp64", True))  # as torch.xpu tells it
+        return bool(getattr(self._properties(device), "has_fp64", True))  # as torch.xpu tells it
 
     def peak_memory(self, device: torch.device) -> int | None:
         """Return the most bytes that tensors have held on the device at a time; ``None`` where torch does not tell."""
-        peak = getattr(self.module, "max_memory_allocated", None)
-        return None if peak is None else int(peak(device))
+        return getattr(self.module, "max_memory_allocated", lambda _: None)(device)
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that torch uses for these devices."""
@@ -136,6 +129,9 @@ class DeviceKind:
     def unused(self) -> str | None:
         """Return a remark where there seem to be devices that torch does not see."""
         return None
+
+    def _properties(self, device: torch.device) -> Any:
+        return getattr(self.module, "get_device_properties", lambda _: None)(device)
 
     def _remember(self) -> None:
         from distwrap.tracebacks import frames_as_text  # for the first use of a device alone
@@ -156,26 +152,14 @@ class CPU(DeviceKind):
     def backend(self) -> str:
         return "gloo"
 
-    def unique_name(self, device: torch.device) -> None:
-        return None
-
     def processor(self, device: torch.device) -> str:
         return f"cpu {torch.backends.cpu.get_cpu_capability()}"
 
     def prevents_fork(self) -> bool:
         return False
 
-    def watch_first_use(self) -> None:
-        pass
-
     def streams(self) -> None:
         return None
-
-    def peak_memory(self, device: torch.device) -> None:
-        return None
-
-    def has_float64(self, device: torch.device) -> bool:
-        return True
 
     def memory(self, device: torch.device) -> int | None:
         return allowed_memory()
@@ -188,9 +172,9 @@ device_kinds: Registry[DeviceKind] = Registry(
     "distwrap.devices",
     (
         ("cpu", "kinds:CPU", "the CPU"),
-        ("cuda", "cuda:CUDA", "NVIDIA's GPUs, and AMD's through ROCm"),
-        ("mps", "mps:MPS", "Apple's GPU, by its name alone"),
-        ("xla", "xla:XLA", "TPUs by torch_xla, by their name alone"),
+        ("cuda", "accelerators:CUDA", "NVIDIA's GPUs, and AMD's through ROCm"),
+        ("mps", "accelerators:MPS", "Apple's GPU, by its name alone"),
+        ("xla", "accelerators:XLA", "TPUs by torch_xla, by their name alone"),
     ),
 )
 
@@ -219,6 +203,23 @@ def widest(device: torch.device) -> torch.dtype:
         torch.float64
     """
     return torch.float64 if kind_of(device).has_float64(device) else torch.float32
+
+
+def generators_kept(device: torch.device | str) -> AbstractContextManager[None]:
+    """Return a context after which the CPU's generator of random numbers, and a device's, go on where they were.
+
+    Example:
+        >>> state = torch.get_rng_state()
+        >>> with generators_kept("cpu"):
+        ...     _ = torch.rand(2)
+        >>> torch.equal(torch.get_rng_state(), state)
+        True
+    """
+    place = torch.device(device)
+    if place.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    index = torch.get_device_module(place.type).current_device() if place.index is None else place.index
+    return torch.random.fork_rng(devices=[index], device_type=place.type)
 
 
 def kind_of_torch() -> DeviceKind:

@@ -20,12 +20,17 @@ class Devices:
     kind: str
     count: int
 
+    @property
+    def hidden_by(self) -> str:
+        """The variable that hides some of them, in brackets; empty where nobody knows."""
+        variable = kind_of(self.kind).visible_by
+        return variable and f" (by {variable})"
+
 
 def visible_devices() -> Devices:
     """Count the accelerators without touching them, so that forking stays possible."""
     kind = kind_of_torch()
-    count = kind.count()
-    return Devices(kind.type, count) if count else Devices("cpu", 0)
+    return Devices(kind.type, count) if (count := kind.count()) else Devices("cpu", 0)
 
 
 def choose_nprocs(asked: int | str, devices: Devices) -> int:
@@ -37,10 +42,9 @@ def choose_nprocs(asked: int | str, devices: Devices) -> int:
     if isinstance(asked, str):
         return max(1, devices.count)
     if devices.count and asked > devices.count:
-        variable = kind_of(devices.kind).visible_by
         raise OptionError(
             f"nprocs={asked}, but this node shows {devices.count} {devices.kind} device(s). "
-            f"Ask for at most {devices.count}, or hide the devices to run on the CPU{variable and f' (by {variable})'}."
+            f"Ask for at most {devices.count}, or hide the devices to run on the CPU{devices.hidden_by}."
         )
     return asked
 
@@ -59,10 +63,9 @@ def choose_device(placement: Placement, devices: Devices) -> torch.device:
         return torch.device(devices.kind, placement.local_rank)
     if devices.count == 1:  # the cluster gave each task a device of its own
         return torch.device(devices.kind, 0)
-    variable = kind_of(devices.kind).visible_by
     raise PlacementError(
         f"{placement.local_world_size} ranks on this node see {devices.count} {devices.kind} devices: "
-        f"start at most {devices.count} ranks here, or give each rank one device{variable and f' (by {variable})'}."
+        f"start at most {devices.count} ranks here, or give each rank one device{devices.hidden_by}."
     )
 
 
@@ -72,22 +75,19 @@ def choose_backend(asked: str, device: torch.device) -> str:
     Raises:
         OptionError: gloo is to exchange what is on devices that it does not know, or NCCL what is on no GPU.
     """
-    backend = kind_of(device).backend() if asked == "auto" else asked
-    if kind_of(device).backend() != "nccl" and any(part.endswith("nccl") for part in backend.lower().split(",")):
+    usual = kind_of(device).backend()
+    backend = usual if asked == "auto" else asked
+    if usual != "nccl" and any(part.endswith("nccl") for part in backend.lower().split(",")):
         raise OptionError(
             f"backend={asked!r} works on NVIDIA's and AMD's GPUs only, and this rank is on {device}: leave "
-            f"backend at 'auto', which chooses {kind_of(device).backend()!r} here, and 'nccl' where there are GPUs."
+            f"backend at 'auto', which chooses {usual!r} here, and 'nccl' where there are GPUs."
         )
     known = (*dist.Backend.backend_capability.get("gloo", ()), "cpu", "meta")
     if backend == "gloo" and device.type not in known:
-        raise OptionError(
-            f"backend={asked!r}: gloo takes no tensors of {device.type!r} devices"
-            + (
-                ", and torch names no other for them: import the package that brings it."
-                if asked == "auto"
-                else ": leave backend at 'auto', or hide the devices."
-            )
-        )
+        way = ": leave backend at 'auto', or hide the devices."
+        if asked == "auto":
+            way = ", and torch names no other for them: import the package that brings it."
+        raise OptionError(f"backend={asked!r}: gloo takes no tensors of {device.type!r} devices{way}")
     return backend
 
 
@@ -125,7 +125,6 @@ def check_not_shared(rank: int, device: torch.device, registrations: dict[int, d
     if others:
         raise PlacementError(
             f"{named_ranks([rank, *others])} on {mine['host']} are all on the same physical device ({device} "
-            f"of rank {rank}, "
-            f"{mine['gpu']}). Give each a device of its own (one visible to each rank, or all visible to all), or say "
-            f"setup_process_group(device=…) where sharing is meant."
+            f"of rank {rank}, {mine['gpu']}). Give each a device of its own (one visible to each rank, or all "
+            f"visible to all), or say setup_process_group(device=…) where sharing is meant."
         )

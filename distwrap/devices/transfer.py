@@ -30,7 +30,17 @@ def to_device(
     """
     if device.type == "cpu":
         return value
-    return map_tensors(lambda part: _moved(part, device, waits), value, also=_moves_itself, objects=objects)
+
+    def moved(part: Any) -> Any:
+        try:
+            found = part.to(device, non_blocking=not waits)
+        except TypeError:
+            if isinstance(part, torch.Tensor):
+                raise
+            found = part.to(device)
+        return part if found is None else found  # where it has moved in place
+
+    return map_tensors(moved, value, also=lambda part: callable(getattr(type(part), "to", None)), objects=objects)
 
 
 def move(model: nn.Module, device: torch.device) -> nn.Module:
@@ -96,20 +106,6 @@ def _takes_data(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _moves_itself(part: Any) -> bool:
-    return callable(getattr(type(part), "to", None))
-
-
-def _moved(part: Any, device: torch.device, waits: bool) -> Any:
-    try:
-        moved = part.to(device, non_blocking=not waits)
-    except TypeError:
-        if isinstance(part, torch.Tensor):
-            raise
-        moved = part.to(device)
-    return part if moved is None else moved  # where it has moved in place
 
 
 def on_device(batches: Iterable[Any], device: torch.device, ahead: bool, pinned: bool = False) -> Iterator[Any]:

@@ -26,29 +26,18 @@ class Vendor(NamedTuple):
     has_float64: bool = True
 
 
+_DOCS = "https://docs.pytorch.org/docs/stable/notes"
+
+# habana's HABANA_VISIBLE_DEVICES is read by the container runtime alone; HCCL's table of types has no float64.
 VENDORS = {
-    "xpu": Vendor(
-        "Intel's GPUs", "", "ZE_AFFINITY_MASK", "https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
-    ),
-    "hpu": Vendor(
-        "Intel's Gaudi",
-        "habana_frameworks.torch",
-        "HABANA_VISIBLE_MODULES",  # HABANA_VISIBLE_DEVICES is read by the container runtime alone
-        "https://docs.habana.ai/en/latest/PyTorch/",
-        "habana_frameworks.torch.distributed.hccl",
-        has_float64=False,
-    ),
-    "npu": Vendor(
-        "Huawei's Ascend",
-        "torch_npu",
-        "ASCEND_RT_VISIBLE_DEVICES",
-        "https://github.com/Ascend/pytorch",
-        has_float64=False,  # its collectives know none: HCCL's table of types
-    ),
+    "xpu": Vendor("Intel's GPUs", "", "ZE_AFFINITY_MASK", f"{_DOCS}/get_start_xpu.html"),
+    "hpu": Vendor("Intel's Gaudi", "habana_frameworks.torch", "HABANA_VISIBLE_MODULES",
+        "https://docs.habana.ai/en/latest/PyTorch/", "habana_frameworks.torch.distributed.hccl", has_float64=False),
+    "npu": Vendor("Huawei's Ascend", "torch_npu", "ASCEND_RT_VISIBLE_DEVICES", "https://github.com/Ascend/pytorch",
+        has_float64=False),
     "mlu": Vendor("Cambricon's MLU", "torch_mlu", "MLU_VISIBLE_DEVICES", "https://github.com/Cambricon/torch_mlu"),
-    "musa": Vendor(
-        "Moore Threads' GPUs", "torch_musa", "MUSA_VISIBLE_DEVICES", "https://github.com/MooreThreads/torch_musa"
-    ),
+    "musa": Vendor("Moore Threads' GPUs", "torch_musa", "MUSA_VISIBLE_DEVICES",
+        "https://github.com/MooreThreads/torch_musa"),
     "xla": Vendor("Google's TPUs", "torch_xla", "TPU_VISIBLE_CHIPS", "https://docs.pytorch.org/xla/"),
-    "mps": Vendor("Apple's GPUs", "", "", "https://docs.pytorch.org/docs/stable/notes/mps.html", has_float64=False),
-}
+    "mps": Vendor("Apple's GPUs", "", "", f"{_DOCS}/mps.html", has_float64=False),
+}  # fmt: skip

@@ -22,7 +22,6 @@ from torch import nn
 
 from distwrap import retrofit
 from distwrap._internals.python import run_interpreter_end
-from distwrap.comm.consolidation import consolidate
 from distwrap.environments import distwrap_environment
 from distwrap.errors import WorkerError, WorkerTimeoutError
 from distwrap.group import failures
@@ -343,6 +342,8 @@ def execute(task: Task) -> tuple[Any, list[Retrofitted]]:
 
 
 def _retrofitted(task: Task) -> tuple[Any, list[Retrofitted]]:
+    from distwrap.comm import consolidate  # with all algorithms, which most runs do not need
+
     function, args, kwargs, found = retrofit.wrap(task.function, task.args, task.kwargs)
     try:
         value = function(*args, **kwargs)

@@ -302,7 +302,7 @@ class _Joined(JoinHook):
             self._gradients.watch.begin_era()
 
 
-class _AveragingReplica(AveragingModel):
+class AveragingReplica(AveragingModel):
     """torch's wrapper inside a `ReplicaModel`."""
 
     _syncs = True  # as DDP sets it in no_sync()
@@ -323,7 +323,7 @@ class ReplicaModel(DistributedModel):
     Prints a notice, once a run, when eval() or state_dict() sees weights that differ between ranks.
     """
 
-    _distwrap_inner = _AveragingReplica
+    _distwrap_inner = AveragingReplica
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag."""

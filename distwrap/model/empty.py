@@ -15,7 +15,7 @@ from torch import nn
 from distwrap._internals.torch import watch_operators
 from distwrap._internals.torch_sharding import is_saved, reset_of
 from distwrap._internals.torch_tree import tensors_in
-from distwrap.devices.generators import generators_kept
+from distwrap.devices.kinds import generators_kept
 from distwrap.errors import ModelError
 from distwrap.group.collectives import broadcast
 from distwrap.group.world import say_once

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from distwrap import simulated
 from distwrap._internals.torch_prove import batches_of
 from distwrap._internals.torch_simulation import replaced
-from distwrap.comm.allreduce import AllReduce
+from distwrap.comm.gradients import AllReduce
 from distwrap.data import loader as loaders
 from distwrap.data.loader import shard
 from distwrap.data.sharded import innermost

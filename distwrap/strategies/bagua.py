@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from distwrap.comm.base import Algorithm
 from distwrap.errors import OptionError
 from distwrap.group.world import World
+from distwrap.protocols import Algorithm
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy

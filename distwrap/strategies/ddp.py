@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
@@ -19,6 +18,7 @@ from distwrap.model.gradients import refuse_unfreezing
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
+from distwrap.protocols import Algorithm
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
 from distwrap.strategies.single import check_ddp_options, local

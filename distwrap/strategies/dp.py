@@ -12,16 +12,18 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World
 from distwrap.model.distributed import DataParallelModel
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.single import local
+from distwrap.strategies.single import check_ddp_options, local
 
 
-def check_over_devices(strategy: str) -> None:
-    """Refuse a strategy of one process with several devices, if torch cannot divide batches over them.
+def divides_batches(strategy: str, device: torch.device) -> bool:
+    """Return whether a strategy has several devices in this process, over which torch divides batches.
 
     Raises:
         ModelError: torch cannot; the message says what to use.
     """
     seen = visible_devices()
+    if seen.count < 2 or device.type == "cpu":
+        return False
     try:
         scatter(torch.zeros(seen.count, device=seen.kind), list(range(seen.count)))  # type: ignore[no-untyped-call]
     except AttributeError:  # only some builds of torch and vendors' packages have it
@@ -30,6 +32,15 @@ def check_over_devices(strategy: str) -> None:
             "DataParallel, which torch does not have for this type of device. Use strategy='ddp', with a "
             "process for each device, or show each process one device."
         ) from None
+    return True
+
+
+def over_devices(strategy: str, model: nn.Module, wrapping: Wrapping) -> nn.Module:
+    """Wrap a model of a world of one rank over all devices of this process; raise as `divides_batches` does."""
+    if not divides_batches(strategy, wrapping.device):
+        return local(model, wrapping)
+    check_ddp_options("wrap_model()", wrapping.options)
+    return DataParallelModel(model, wrapping.in_precision, range(visible_devices().count), wrapping.forward_methods)
 
 
 class DPStrategy(Strategy):
@@ -45,8 +56,4 @@ class DPStrategy(Strategy):
                 f"strategy='dp' is one process over several devices, but this world has {world.placement.world_size} "
                 f"ranks. Use strategy='ddp', or start one process."
             )
-        count = visible_devices().count
-        if count < 2 or wrapping.device.type == "cpu":
-            return local(model, wrapping)
-        check_over_devices("dp")
-        return DataParallelModel(model, wrapping.in_precision, range(count), wrapping.forward_methods)
+        return over_devices("dp", model, wrapping)

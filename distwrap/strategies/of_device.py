@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from contextlib import suppress
 
 import torch
 
@@ -38,7 +39,9 @@ def of_device(type: str, strategy: str = "ddp") -> Strategy:
         from distwrap.strategies.xla import XLAStrategy
 
         return XLAStrategy()
-    _import_package(type)
+    package = VENDORS[type].package if type in VENDORS else ""
+    if package and accelerator_of_torch() != type and _is_installed(package):
+        importlib.import_module(package)
     found = accelerator_of_torch()
     if found != type or not torch.accelerator.is_available():
         raise OptionError(_missing(type, strategy, found))
@@ -47,17 +50,10 @@ def of_device(type: str, strategy: str = "ddp") -> Strategy:
     return made
 
 
-def _import_package(type: str) -> None:
-    package = VENDORS[type].package if type in VENDORS else ""
-    if package and accelerator_of_torch() != type and _is_installed(package):
-        importlib.import_module(package)
-
-
 def _is_installed(package: str) -> bool:
-    try:
+    with suppress(ModuleNotFoundError):  # the parent package is missing
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
+    return False
 
 
 def _missing(type: str, strategy: str, found: str | None) -> str:

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from distwrap.checkpoint.meeting import SaveMeetings
-from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world, say_once
@@ -25,7 +24,7 @@ from distwrap.model.transparent import WRAPPERS, see_through, unwrap_model
 from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling
-from distwrap.protocols import Precision, Strategy, Wrapping
+from distwrap.protocols import Algorithm, Precision, Strategy, Wrapping
 from distwrap.registry import AlgorithmName, PrecisionName, StrategyName, algorithms, strategies
 from distwrap.strategies.single import local, on_device
 from distwrap.supervision.activity import Activity

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap.comm.base import Algorithm
-from distwrap.devices.memory import return_freed_memory
+from distwrap.devices.cpus import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.distributed import AveragingModel, DistributedModel
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.options import Options
+from distwrap.protocols import Algorithm
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.gradient_share import GradientShares

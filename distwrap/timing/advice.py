@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from distwrap.comm.advice import OVERLAP, Cost, choose, predict
 from distwrap.stopwatch import Part
 from distwrap.timing.analysis import Analysis, Lag
-from distwrap.timing.measured import RankTimes
 from distwrap.wording import as_size, named_ranks
 
 _WORTH_CHANGING = 0.05  # of a step
 _MUCH_EXCHANGE = 0.1  # of a step: less, and another way to train is no gain
 _FEW = 0.5  # calls that wait, of the loop itself, in a step
-_HALF = 0.5  # of a device's memory
-_MUCH = 0.05  # of a device's memory, for gradients
-_SMALL = 1_000_000  # bytes of gradients, which nothing hides
+_SMALL = 1_000_000  # bytes of gradients, for which no algorithm of exchange is faster
 _MOST_WORKERS = 8
 _MOSTLY = 0.5  # of the time by which ranks are late
 _UNEVEN = 0.05  # of the mean size of a batch
 _WITHOUT_REASON = 0.15  # of a step: processes that do the same differ by up to 10 % by where their memory lies
-_BYTES = {"allreduce": 1.0, "bf16": 0.5, "bytegrad": 0.25}  # sent by ways that change the gradients little
 
 _OF_LATE_PART = {
     Part.EVALUATION: "Let every rank evaluate its share: shard_loader(loader) there too, then gather or mean.",
@@ -46,7 +41,7 @@ class Suggestion:
 
 def advise(found: Analysis) -> list[Suggestion]:
     """Return advice on what to change, the most worthwhile first; none if all is well."""
-    looks = (_on_lags, _on_data, _on_link, _on_ddp, _on_queues, _on_threads, _on_checkpoints, _on_own_code)
+    looks = (_on_lags, _on_data, _on_link, _on_queues, _on_checkpoints, _on_own_code)
     pieces = [piece for look in looks for piece in look(found)] if found.step else []
     worth = [piece for piece in pieces if piece.gain is None or piece.gain >= _WORTH_CHANGING]
     return sorted(worth, key=lambda piece: -(piece.gain or 0.0))
@@ -68,7 +63,7 @@ def _on_lags(found: Analysis) -> Iterator[Suggestion]:
 
 
 def _reasons(found: Analysis, lag: Lag) -> Iterator[str]:
-    """Yield what may make late ranks late."""
+    """Yield what may make late ranks late, of what was measured."""
     late = [rank for rank in found.ranks if rank.rank in lag.ranks]
     if lag.part is Part.DATA:
         has_workers = any(rank.settings.workers for rank in late)
@@ -87,153 +82,69 @@ def _reasons(found: Analysis, lag: Lag) -> Iterator[str]:
 
 
 def _on_data(found: Analysis) -> Iterator[Suggestion]:
-    share = _least(found, Part.DATA)
-    waits = f"every rank waits {_percent(share)} of each step for its loader"
-    settings = [rank.settings for rank in found.ranks]
-    workers = max((each.workers for each in settings if each.workers is not None), default=0)
-    if not workers:
-        yield Suggestion(f"{waits}, which reads in the loop itself. {_add_workers(found)}", share)
-        return
-    pin = ""
-    if any(rank.device != "cpu" and rank.settings.pins is False for rank in found.ranks):
-        pin = "pin_memory=True with shard_loader(loader, copy_ahead=True) copies while the step before computes."
-    spare = _cpus_of_rank(found) - workers
-    more = f"there are CPUs for {spare} more" if spare > 0 else "all CPUs are in use, so make each sample less work"
-    evens = "a larger prefetch_factor evens out samples that take long now and then"
-    yield Suggestion(f"{waits}, with {_counted(workers, 'worker')}: {more}; {evens}. {pin}".rstrip(), share)
+    share, workers = _least(found, Part.DATA), max(rank.settings.workers or 0 for rank in found.ranks)
+    how = f"which reads in the loop itself. {_add_workers(found)}"
+    if workers:
+        how = (
+            f"with {workers} worker(s), and {_cpus_of_rank(found)} CPU(s) for each rank. Take more workers where there "
+            "are CPUs, or a larger prefetch_factor, or make each sample less work."
+        )
+    yield Suggestion(f"every rank waits {_percent(share)} of each step for its loader, {how}", share)
 
 
 def _on_link(found: Analysis) -> Iterator[Suggestion]:
     """Advise on the exchange itself, for which even the last rank waits."""
-    share = found.link / found.step
-    size = max(rank.gradient_bytes for rank in found.ranks)
-    settings = found.ranks[0].settings
+    share, size = found.link / found.step, max(rank.gradient_bytes for rank in found.ranks)
     if share < _MUCH_EXCHANGE:
         return
-    is_ddp = settings.bucket_bytes is not None
-    ways = ["A larger batch needs fewer exchanges for as many samples"]
-    if is_ddp:
-        ways = [f"accumulate(loader, 4) exchanges a quarter as often ({_percent(share * 3 / 4)} of a step less)"]
-    memory = [
-        rank.device_memory / rank.settings.total_memory
-        for rank in found.ranks
-        if rank.device_memory and rank.settings.total_memory
-    ]
-    if memory and max(memory) < _HALF:
-        ways.append(f"a batch twice as large fits: the devices' memory is used to {_percent(max(memory))}")
-    if is_ddp and size > _SMALL:
-        ways += _other_exchange(found, size)
-    if settings.bucket_bytes and size <= settings.bucket_bytes and size > _SMALL:
-        cap = max(1, round(size / 8e6))
-        if (groups := round(size / (cap << 20))) > 1:
-            ways.append(
-                "DDP sends all or most gradients in one bucket when the backward has ended: wrap_model(model, "
-                f"bucket_cap_mb={cap}) makes about {groups}, most of which are sent during the backward"
-            )
-    what = f"the exchange of {as_size(size)} of gradients, beyond what the backward hides" if is_ddp else "the exchange"
-    yield Suggestion(f"{_percent(share)} of each step goes to {what}. {'; '.join(ways)}.", share)
-
-
-def _other_exchange(found: Analysis, size: int) -> Iterator[str]:
-    """Advise another algorithm of exchange if one is faster, as predicted from the bytes that it sends."""
-    whole = found.link + OVERLAP * found.alone
-    costs = {name: Cost(0.0, whole * part / size) for name, part in _BYTES.items()}
-    predictions = predict(costs, size, found.alone)
-    comm, _ = choose(predictions, found.alone)
-    if comm != "allreduce":
-        step = next(row.step for row in predictions if row.comm == comm)
-        yield (
-            f"comm={comm!r} would make a step take {_ms(step)} if its codec cost nothing; `python -m distwrap doctor "
-            f"--comm --weights {size / 4:.2g} --step-ms {1e3 * found.alone:.1f}` measures it and the others"
-        )
-
-
-def _on_ddp(found: Analysis) -> Iterator[Suggestion]:
-    """Advise on settings of DDP whose cost is not measured separately."""
-    settings = [rank.settings for rank in found.ranks]
-    if all(each.finds_unused for each in settings):
-        if not any(each.unused_bytes for each in settings):
-            yield Suggestion(
-                "find_unused_parameters=True looks through the graph of each step, and no parameter was without a "
-                "gradient: leave it out.",
-                None,
-            )
-        elif not settings[0].is_static:
-            yield Suggestion(
-                "find_unused_parameters=True looks through the graph of each step: if it is the same parameters each "
-                "time, wrap_model(model, static_graph=True) looks once.",
-                None,
-            )
-    held = [(rank.gradient_bytes, rank.settings) for rank in found.ranks]
-    if any(
-        each.total_memory and each.is_bucket_view is False and size > _MUCH * each.total_memory for size, each in held
-    ):
-        yield Suggestion(
-            f"gradients are held twice: wrap_model(model, gradient_as_bucket_view=True) frees "
-            f"{as_size(held[0][0])} on each device, and saves a copy a step.",
-            None,
-        )
+    what, way = "the exchange", "A larger batch needs fewer exchanges for as many samples"
+    if found.ranks[0].settings.is_ddp:
+        what = f"the exchange of {as_size(size)} of gradients, beyond what the backward hides"
+        way = f"accumulate(loader, 4) exchanges a quarter as often ({_percent(share * 3 / 4)} of a step less)"
+        if size > _SMALL:
+            model = f"--weights {size / 4:.2g} --step-ms {1e3 * found.alone:.1f}"
+            way += f"; `python -m distwrap doctor --comm {model}` measures what each algorithm of comm= saves"
+    yield Suggestion(f"{_percent(share)} of each step goes to {what}. {way}.", share)
 
 
 def _on_queues(found: Analysis) -> Iterator[Suggestion]:
     """Advise on threads that wait for a CPU on every rank."""
     share = min(rank.queued or 0.0 for rank in found.ranks) / found.step
     settings = found.ranks[0].settings
-    others = ", which the other ranks there use too" if len(found.ranks) > 1 else ""
     yield Suggestion(
-        f"every rank waits {_percent(share)} of each step for a free CPU. Rank 0 computes with "
-        f"{_counted(settings.threads, 'thread')}, reads with {_counted(settings.workers or 0, 'worker')} and may "
-        f"run on {_counted(settings.cpus, 'CPU')}{others}. Run fewer threads, workers, ranks or programs on them.",
+        f"every rank waits {_percent(share)} of each step for a free CPU. Rank 0 computes with {settings.threads} "
+        f"thread(s), reads with {settings.workers or 0} worker(s) and may run on {settings.cpus} CPU(s), as may the "
+        "other ranks of its node. Run fewer threads, workers, ranks or programs on them.",
         share,
     )
-
-
-def _on_threads(found: Analysis) -> Iterator[Suggestion]:
-    """Advise on CPUs that nothing uses."""
-    hosts: dict[str, list[RankTimes]] = {}
-    for rank in found.ranks:
-        if rank.device == "cpu":
-            hosts.setdefault(rank.host, []).append(rank)
-    for host, ranks in hosts.items():
-        workers = sum(rank.settings.workers or 0 for rank in ranks)
-        taken = workers + sum(rank.settings.threads for rank in ranks)
-        cpus = max(rank.settings.cpus for rank in ranks)
-        if 2 * taken <= cpus:
-            computing = sum(_least(found, part) for part in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER))
-            yield Suggestion(
-                f"{taken} of {cpus} CPUs of {host} are used: set OMP_NUM_THREADS={(cpus - workers) // len(ranks)}, or "
-                f"start more ranks.",
-                computing * (1 - taken / cpus),
-            )
 
 
 def _on_checkpoints(found: Analysis) -> Iterator[Suggestion]:
     share = _least(found, Part.CHECKPOINT)
     yield Suggestion(
-        f"{_percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., "
-        "background=True) copies the state, and writes it in a thread.",
+        f"{_percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., background=True) "
+        "copies the state, and writes it in a thread.",
         share,
     )
 
 
 def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
-    usual = _least(found, Part.OWN)
     called = {name: count for name, count in found.ranks[0].waiting_calls.items() if count >= _FEW}
     if called:
         names = ", ".join(f"{name} ({max(1, round(count))} a step)" for name, count in sorted(called.items()))
         yield Suggestion(
-            f"the loop itself waits for other ranks, or for the device, in each step: {names}. For a log, "
-            f"once in many steps is enough.",
+            f"the loop itself waits for other ranks in each step: {names}. For a log, once in many steps is enough.",
             None,
         )
-    way = "Metrics, prints and `.item()` once in many steps cost less."
+    usual, way = _least(found, Part.OWN), "Metrics, prints and `.item()` once in many steps cost less."
     if not any(rank.mean()[Part.FORWARD] for rank in found.ranks):
         way = "The forward is part of it, as for any model that was not wrapped by wrap_model()."
-    yield Suggestion(
-        f"{_percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
-        f"{way}",
-        usual if usual > 2 * _WORTH_CHANGING else 0.0,
-    )
+    if usual > 2 * _WORTH_CHANGING:
+        yield Suggestion(
+            f"{_percent(usual)} of each step is the loop's own code, beside data, forward, backward and the "
+            f"optimizer. {way}",
+            usual,
+        )
 
 
 def _least(found: Analysis, part: Part) -> float:
@@ -251,10 +162,6 @@ def _add_workers(found: Analysis) -> str:
     """Advise as many workers as a rank has CPUs, but at least two, since workers mostly wait for the disk."""
     workers = min(_MOST_WORKERS, max(2, _cpus_of_rank(found)))
     return f"DataLoader(..., num_workers={workers}, persistent_workers=True) reads ahead in processes of its own."
-
-
-def _counted(number: float, what: str) -> str:
-    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
 
 
 def _percent(share: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 
@@ -137,11 +137,15 @@ def _always_late(ranks: Sequence[RankTimes], means: list[Row], step: float) -> L
     waited = sum(waits[index] for index in others) / len(others) - min(waits)
     busier = sum(map(_busy, (means[index] for index in slow))) / len(slow)
     busier -= sum(map(_busy, (means[index] for index in others))) / len(others)
-    where = _where_they_differ([means[index] for index in slow], [means[index] for index in others])
+
+    def lost(part: Part) -> tuple[float, float]:
+        late, usual = (median(means[index][part] for index in some) for some in (slow, others))
+        return late - usual, usual
+
     # What they wait beyond the time that the slow ranks were busy longer is the exchange's own.
     share = min(waited, busier) / step
     # Ranks that take fewer steps, and then wait for the others' (Join), have longer ones.
-    return Lag([ranks[index].rank for index in slow], min(1.0, share), *where, takes_turns=False)
+    return Lag([ranks[index].rank for index in slow], min(1.0, share), *_worst(lost), takes_turns=False)
 
 
 def _late_in_turns(ranks: Sequence[RankTimes], together: list[list[Row]], step: float) -> Lag | None:
@@ -151,7 +155,12 @@ def _late_in_turns(ranks: Sequence[RankTimes], together: list[list[Row]], step: 
     waited = _by_turns([[-row[Part.EXCHANGE] for row in rows] for rows in together])
     busier = _by_turns([[_busy(row) for row in rows] for rows in together])
     share = min(waited, busier) * len(ranks) / (len(ranks) - 1) / step
-    return Lag([rank.rank for rank in ranks], min(1.0, share), *_where_it_varies(together), takes_turns=True)
+
+    def lost(part: Part) -> tuple[float, float]:
+        steps = [[row[part] for row in rows] for rows in together]
+        return _by_turns(steps), sum(map(sum, steps)) / len(steps[0]) / len(steps)
+
+    return Lag([rank.rank for rank in ranks], min(1.0, share), *_worst(lost), takes_turns=True)
 
 
 def _waited_for_others(rows: list[Row]) -> float:
@@ -173,24 +182,7 @@ def _by_turns(steps: list[list[float]]) -> float:
     return whole - steady
 
 
-def _where_they_differ(slow: list[Row], others: list[Row]) -> tuple[Part, float, float]:
-    """Return the part in which slow ranks lose most time, the seconds that they lose, and its seconds on the others."""
-    found = []
-    for part in Part:
-        if part is not Part.EXCHANGE:
-            usual = median(row[part] for row in others)
-            found.append((median(row[part] for row in slow) - usual, part, usual))
-    slower, part, usual = max(found)
-    return part, slower, usual
-
-
-def _where_it_varies(together: list[list[Row]]) -> tuple[Part, float, float]:
-    """Return the part whose slowest rank changes from step to step, the seconds lost by that, and its usual seconds."""
-    found = []
-    for part in Part:
-        if part is not Part.EXCHANGE:
-            steps = [[row[part] for row in rows] for rows in together]
-            usual = sum(map(sum, steps)) / len(steps[0]) / len(steps)
-            found.append((_by_turns(steps), part, usual))
-    slower, part, usual = max(found)
+def _worst(of: Callable[[Part], tuple[float, float]]) -> tuple[Part, float, float]:
+    """Return the part in which most time is lost, by a function of its lost and usual seconds, and these."""
+    (slower, usual), part = max((of(part), part) for part in Part if part is not Part.EXCHANGE)
     return part, slower, usual

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.torch import after_backward, settings_of_ddp
-from distwrap._internals.torch_data import iterator_class, pins, workers_of
+from distwrap._internals.torch import after_backward
+from distwrap._internals.torch_data import iterator_class, workers_of
 from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.cpus import thread_times
@@ -36,8 +36,6 @@ _BLOCKING = (
     *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
 )
 
-_WAITS_FOR_DEVICE = ("item", "tolist", "__bool__", "__float__", "__int__")
-
 
 class Instruments:
     """Instruments of one run, on this rank.
@@ -52,8 +50,8 @@ class Instruments:
             taken that took the fewest, since a discriminator takes each more than once. Of samples that several ranks
             take together, it is this rank's share.
         gradient_bytes: of the weights of the models that have trained.
-        settings: what is known of the loader that was asked last, and of the model with the most weights.
-        waiting_calls: how often the loop itself has called each function that waits for other ranks or for the device.
+        settings: what is known of the loader that was asked last, and of the models.
+        waiting_calls: how often the loop itself has called each function that waits for other ranks.
     """
 
     def __init__(self, world: World, stopwatch: Stopwatch) -> None:
@@ -76,31 +74,24 @@ class Instruments:
 
     def place(self) -> None:
         """Place all of them."""
-        with ExitStack() as self._placed:
-            placed = self._placed
-            activity, models = self._world.part(Activity), self._world.part(WrappedModels)
-            activity.stopwatch = self.stopwatch
-            placed.callback(setattr, activity, "stopwatch", None)
-            for model in models:
-                self._follow(model)
-            models.on_added.append(self._follow)
-            placed.callback(models.on_added.remove, self._follow)
-            steps = self._world.part(OptimizerSteps)
-            placed.callback(steps.listen(Phase.BEGIN, self._before_step))
-            placed.callback(steps.listen(Phase.END, self._after_step))
-            self._replace(torch.autograd, "backward", self._in_backward)
-            self._replace(torch.autograd, "grad", self._timed(Part.BACKWARD))
-            self._replace(torch, "save", self._in_checkpoint)
-            self._replace(torch, "load", self._in_checkpoint)
-            self._replace(iterator_class(), "__next__", self._in_loader)
-            if self._world.device.type != "cpu":
-                for name in _WAITS_FOR_DEVICE:
-                    self._replace(torch.Tensor, name, self._counted)
-            for name in _BLOCKING if self._is_divided else ():
-                self._replace(dist, name, self._in_collective)
-            for owner, name in waits_for_ranks() if self._is_divided else ():
+        placed, activity, models = self._placed, self._world.part(Activity), self._world.part(WrappedModels)
+        activity.stopwatch = self.stopwatch
+        placed.callback(setattr, activity, "stopwatch", None)
+        for model in models:
+            self._follow(model)
+        models.on_added.append(self._follow)
+        placed.callback(models.on_added.remove, self._follow)
+        steps = self._world.part(OptimizerSteps)
+        placed.callback(steps.listen(Phase.BEGIN, self._before_step))
+        placed.callback(steps.listen(Phase.END, self._after_step))
+        self._replace(torch.autograd, "backward", self._in_backward)
+        self._replace(torch.autograd, "grad", self._timed(Part.BACKWARD))
+        self._replace(iterator_class(), "__next__", self._in_loader)
+        if self._is_divided:
+            for name in _BLOCKING:
+                self._replace(dist, name, self._timed(Part.EXCHANGE, counted=True))
+            for owner, name in waits_for_ranks():
                 self._replace(owner, name, self._timed(Part.EXCHANGE))
-            self._placed = placed.pop_all()
 
     def count_from_here(self) -> None:
         """Forget what was counted of steps before."""
@@ -133,9 +124,8 @@ class Instruments:
         parameters = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}
         size = sum(p.numel() * p.element_size() for p in parameters.values())
         self.gradient_bytes = max(size, self.gradient_bytes)
-        ddp = [inner for model in self._models if (inner := under_ddp(model)) is not None]
-        if ddp:
-            self.settings |= settings_of_ddp(max(ddp, key=lambda model: sum(p.numel() for p in model.parameters())))
+        if any(under_ddp(model) is not None for model in self._models):
+            self.settings["is_ddp"] = True
 
     def take_away(self) -> None:
         """Take all of them away."""
@@ -152,8 +142,8 @@ class Instruments:
 
         self._placed.callback(put_back)
 
-    def _timed(self, part: Part) -> Callable[[Any], Any]:
-        """Return a decorator that times a function as a part."""
+    def _timed(self, part: Part, *, counted: bool = False) -> Callable[[Any], Any]:
+        """Return a decorator that times a function as a part, and counts its calls by the loop itself."""
         watch = self.stopwatch
 
         def of(plain: Any) -> Any:
@@ -161,6 +151,8 @@ class Instruments:
             def timed(*args: Any, **kwargs: Any) -> Any:
                 if torch.compiler.is_compiling() or watch.is_in(part) or not watch.hears():
                     return plain(*args, **kwargs)
+                if counted and (watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION)):
+                    self.waiting_calls[plain.__name__] += 1
                 watch.begin(part)
                 try:
                     return plain(*args, **kwargs)
@@ -171,8 +163,6 @@ class Instruments:
 
         return of
 
-    # Data
-
     def _in_loader(self, plain: Any) -> Any:
         data, evaluation = (self._timed(part)(plain) for part in (Part.DATA, Part.EVALUATION))
 
@@ -180,43 +170,19 @@ class Instruments:
         def timed(iterator: Any) -> Any:
             if not torch.is_grad_enabled():
                 return evaluation(iterator)
-            self.settings["workers"], self.settings["pins"] = workers_of(iterator), pins(iterator)
+            self.settings["workers"] = workers_of(iterator)
             return data(iterator)
 
         return timed
 
-    def _in_checkpoint(self, plain: Any) -> Any:
-        timed, watch = self._timed(Part.CHECKPOINT)(plain), self.stopwatch
-
-        @wraps(plain)
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            return (timed if watch.is_in(Part.OWN) else plain)(*args, **kwargs)  # what a loader loads is data
-
-        return chosen
-
     # Models
 
     def _follow(self, model: nn.Module) -> None:
-        self._models.add(model)
         routing = getattr(model, "__dict__", {}).get("_distwrap")
-        if isinstance(routing, Routing):
+        if isinstance(routing, Routing):  # else a strategy of the user's has returned the model as it was
+            self._models.add(model)
             routing.put_around(partial(self._in_forward, id(model)))
             self._placed.callback(_take_off, ref(routing))
-            return
-        begun: list[Part | None] = []  # a strategy of the user's may return the model as it was
-
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.stopwatch.hears():
-                begun.append(self._begin_forward(id(module), (args, kwargs)))
-
-        def end(*_: object) -> None:
-            if begun and self.stopwatch.hears():  # not so where another hook has raised before
-                self._end_forward(begun.pop())
-
-        before = model.register_forward_pre_hook(_Hook(begin), with_kwargs=True)
-        after = model.register_forward_hook(_Hook(end), always_call=True)
-        self._placed.callback(before.remove)
-        self._placed.callback(after.remove)
 
     def _in_forward(self, model: int, plain: Any) -> Any:
         def between(begin: Any, end: Any) -> Any:
@@ -242,8 +208,6 @@ class Instruments:
 
     def _begin_forward(self, model: int, inputs: Any) -> Part | None:
         """Begin the part that a forward is; return ``None`` within another, as where a backward recomputes."""
-        if torch.compiler.is_compiling():  # of a model that is compiled with its hooks
-            return None
         watch, part = self.stopwatch, Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
         if watch.is_in(part) or watch.is_in(Part.BACKWARD) or not watch.hears():
             return None
@@ -320,28 +284,6 @@ class Instruments:
             self.stopwatch.step()
         self._stepped.add(ref(optimizer))
 
-    # Waits
-
-    def _counted(self, plain: Any) -> Any:
-        @wraps(plain)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.stopwatch.is_in(Part.OWN) and self.stopwatch.hears():
-                self.waiting_calls[f"Tensor.{plain.__name__}"] += 1
-            return plain(*args, **kwargs)
-
-        return counted
-
-    def _in_collective(self, plain: Any) -> Any:
-        timed, watch = self._timed(Part.EXCHANGE)(plain), self.stopwatch
-
-        @wraps(plain)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if watch.hears() and (watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION)):
-                self.waiting_calls[plain.__name__] += 1
-            return timed(*args, **kwargs)
-
-        return counted
-
 
 def queued_seconds() -> float | None:
     """Return the seconds for which this thread has waited for a CPU; ``None`` if the system does not tell."""
@@ -356,20 +298,6 @@ def _shape(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int]:
     if first is None:
         first = next((each for each in tensors_in(inputs) if each.dim()), None)
     return (0, 0) if first is None else (first.size(0), first.numel())  # nested ones have no len()
-
-
-class _Hook:
-    """Hook of a model; in a copy of the model, and in what is saved of it, it does nothing."""
-
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
 
 
 def _take_off(held: ref[Routing]) -> None:

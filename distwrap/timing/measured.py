@@ -52,29 +52,15 @@ class RankSettings:
         cpus: the CPUs on which it may run.
         threads: with how many threads it computes.
         processor: the name of what computes: the device, or the CPU.
-        clock: of its CPUs, in MHz, as they ran at the end.
         workers: of its loader.
-        pins: whether its loader pins the memory of its batches.
-        total_memory: bytes that its device has.
-        bucket_bytes: how large a group of gradients DDP exchanges at a time.
-        is_bucket_view: whether gradients are views of these groups, and not held twice.
-        finds_unused: whether DDP looks at each step for parameters without a gradient.
-        unused_bytes: of the parameters that had none at the last step.
-        is_static: whether DDP takes each step's graph for the same.
+        is_ddp: whether DDP averages the gradients of a model.
     """
 
     cpus: int
     threads: int
     processor: str | None = None
-    clock: float | None = None
     workers: int | None = None
-    pins: bool | None = None
-    total_memory: int | None = None
-    bucket_bytes: int | None = None
-    is_bucket_view: bool | None = None
-    finds_unused: bool | None = None
-    unused_bytes: int | None = None
-    is_static: bool | None = None
+    is_ddp: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,7 @@ class RankTimes:
         process_memory: the most bytes that its process has held.
         device_memory: the most bytes that its tensors have held on the device; ``None`` on the CPU.
         gradient_bytes: of the gradients that are averaged in a step.
-        waiting_calls: how often in a step the loop itself called each function that waits for ranks or the device.
+        waiting_calls: how often in a step the loop itself called each function that waits for ranks.
         settings: with which it ran.
     """
 

@@ -1,14 +1,16 @@
-"""Measuring on this rank, for reports and traces; and the recorder of where the time goes on all ranks."""
+"""Measuring on this rank, for reports and traces, and what all ranks have measured together."""
 
 from __future__ import annotations
 
 import resource
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
 
-from distwrap.devices.cpus import allowed_cpus, clock_rate, processor_name
+from distwrap.devices.cpus import allowed_cpus, processor_name
 from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World
@@ -18,7 +20,13 @@ from distwrap.timing.measured import RankSettings, RankTimes, Rows
 
 
 class Measuring(RunPart):
-    """The stopwatch of a run and its instruments, which are in place as long as a report or a trace uses them."""
+    """The stopwatch of a run and its instruments, which are in place as long as a report or a trace uses them.
+
+    Attributes:
+        has_report: whether a report uses them.
+    """
+
+    has_report = False
 
     def __init__(self, world: World) -> None:
         self._world, self._wanted = world, 0
@@ -44,46 +52,33 @@ class Measuring(RunPart):
             self._instruments.take_away()
         self._instruments, self._wanted = None, 0
 
+    @contextmanager
+    def report(self) -> Iterator[Callable[[], list[RankTimes]]]:
+        """Measure within a ``with``, for a report.
 
-class Recorder(RunPart):
-    """Recorder of where the time of a run goes, on this rank."""
+        Yields:
+            A function that returns what all ranks have measured until it is called; every rank must call it.
+        """
+        instruments, rows, device = self.begin(), Rows(), self._world.device
+        self.has_report = True
+        instruments.count_from_here()
+        instruments.stopwatch.on_row.append(rows.add)
 
-    def __init__(self, world: World) -> None:
-        self._world, self._measuring = world, world.part(Measuring)
-        self._instruments: Instruments | None = None
-        self._rows = Rows()
+        def measured() -> list[RankTimes]:
+            kind_of(device).finish(device)
+            instruments.stopwatch.settle()
+            instruments.look()
+            return [RankTimes.from_dict(sent) for sent in gather_object(asdict(self._measured(instruments, rows)))]
 
-    @property
-    def is_on(self) -> bool:
-        """Whether it measures."""
-        return self._instruments is not None
+        try:
+            yield measured
+        finally:
+            instruments.stopwatch.on_row.remove(rows.add)
+            self.has_report = False
+            self.end()
 
-    def begin(self) -> None:
-        """Measure from now on."""
-        self._rows = Rows()
-        self._instruments = self._measuring.begin()
-        self._instruments.count_from_here()
-        self._instruments.stopwatch.on_row.append(self._rows.add)
-
-    def end(self) -> list[RankTimes]:
-        """Stop measuring, and return what all ranks have measured; every rank must call it."""
-        instruments = self._instruments
-        assert instruments is not None
-        kind_of(self._world.device).finish(self._world.device)
-        instruments.stopwatch.settle()
-        instruments.look()
-        self.stop()
-        return [RankTimes.from_dict(sent) for sent in gather_object(asdict(self._measured(instruments)))]
-
-    def stop(self) -> None:
-        """Stop measuring, and forget the measurements."""
-        if self._instruments is not None:
-            self._instruments.stopwatch.on_row.remove(self._rows.add)
-            self._instruments = None
-            self._measuring.end()
-
-    def _measured(self, instruments: Instruments) -> RankTimes:
-        device, rows = self._world.device, self._rows
+    def _measured(self, instruments: Instruments, rows: Rows) -> RankTimes:
+        device = self._world.device
         steps, queued = max(1, rows.count), instruments.queued_share()
         return RankTimes(
             rank=self._world.placement.rank,
@@ -104,8 +99,6 @@ class Recorder(RunPart):
                 cpus=len(allowed_cpus()),
                 threads=torch.get_num_threads(),
                 processor=processor_name() if device.type == "cpu" else kind_of(device).processor(device),
-                clock=clock_rate(),
-                total_memory=kind_of(device).memory(device) if device.type != "cpu" else None,
                 **instruments.settings,
             ),
         )

@@ -14,9 +14,9 @@ from distwrap.errors import OptionError
 from distwrap.group.world import current_world, is_rank_zero
 from distwrap.stopwatch import Part
 from distwrap.timing.advice import Suggestion, advise
-from distwrap.timing.analysis import Analysis, analysed
+from distwrap.timing.analysis import analysed
 from distwrap.timing.measured import RankTimes
-from distwrap.timing.recorder import Recorder
+from distwrap.timing.recorder import Measuring
 from distwrap.wording import as_memory, as_size, print_notice
 
 _NOT_TOLD = ("total", "kept")  # figures of a rank, of which only the mean is told, as its parts
@@ -28,6 +28,7 @@ class Report:
 
     Attributes:
         advice: the changes that are worth making, the most worthwhile first.
+        figures: all figures, in plain lists and dicts; seconds are of a step.
 
     Example:
         >>> import torch
@@ -42,24 +43,18 @@ class Report:
     """
 
     def __init__(self) -> None:
-        self._found: Analysis | None = None
-        self._has_ended = False
         self.advice: list[Suggestion] = []
+        self.figures: dict[str, Any] = {}
+        self._has_ended = False
 
     def fill(self, ranks: list[RankTimes]) -> None:
         """Take what all ranks have measured."""
         self._has_ended = True
-        if all(rank.steps for rank in ranks):
-            self._found = analysed(ranks)
-            self.advice = advise(self._found)
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """All figures, in plain lists and dicts; seconds are of a step."""
-        found = self._found
-        if found is None:
-            return {}
-        return {
+        if not all(rank.steps for rank in ranks):
+            return
+        found = analysed(ranks)
+        self.advice = advise(found)
+        self.figures = {
             "step": found.step,
             "steps": found.steps,
             "samples_per_second": found.samples_a_second,
@@ -73,7 +68,7 @@ class Report:
             "advice": [asdict(piece) for piece in self.advice],
             "ranks": [
                 {**{k: v for k, v in asdict(rank).items() if k not in _NOT_TOLD}, "parts": _by_name(rank.mean())}
-                for rank in found.ranks
+                for rank in ranks
             ],
         }
 
@@ -100,44 +95,32 @@ def describe(figures: dict[str, Any]) -> str:
             "distwrap report: no step was measured. A step goes from one optimizer.step() to the next, so "
             "every rank's loop must call it at least twice, in the thread that began the report."
         )
-    ranks = figures["ranks"]
-    step, sizes = figures["step"], [rank["gradient_bytes"] for rank in ranks]
-    head = (
+    ranks, step, advice = figures["ranks"], figures["step"], figures["advice"]
+    size = max(rank["gradient_bytes"] for rank in ranks)
+    lines = [
         f"distwrap report: {figures['steps']} steps of {1e3 * step:.1f} ms on {len(ranks)} rank(s), "
-        f"{figures['samples_per_second']:.0f} samples a second, {as_size(max(sizes))} of gradients a step"
-    )
-    lines = [head]
+        f"{figures['samples_per_second']:.0f} samples a second, {as_size(size)} of gradients a step"
+    ]
     if len(ranks) > 1:
-        lines.append(
+        link, waiting = (100 * figures[name] / step for name in ("link", "waiting"))
+        lines += [
             f"  {figures['speedup']:.1f} times as fast as one rank alone, whose step would take "
-            f"{1e3 * figures['alone']:.1f} ms: {100 * figures['efficiency']:.0f} % of what {len(ranks)} ranks could do"
-        )
-        lines.append(f"  {_rest(figures)}")
-    lines += ["", *_table(ranks)]
-    advice = figures["advice"]
-    if advice:
-        lines += ["", "What to change, and how much of a step it saves at most"]
-        lines += [f"  {_gain(piece['gain'])}  {piece['text']}" for piece in advice]
-    else:
-        lines += ["", "There is nothing to change: all is well."]
-    return "\n".join(lines)
-
-
-def _gain(share: float | None) -> str:
-    return " " * 5 if share is None else f"{100 * share:3.0f} %"
-
-
-def _rest(figures: dict[str, Any]) -> str:
-    """Return a sentence on the exchange, as shares of a step."""
-    link, waiting = (100 * figures[name] / figures["step"] for name in ("link", "waiting"))
-    return f"exchange: {link:.0f} % of a step for the exchange itself, and {waiting:.0f} % waiting for other ranks"
+            f"{1e3 * figures['alone']:.1f} ms: {100 * figures['efficiency']:.0f} % of what {len(ranks)} ranks could do",
+            f"  exchange: {link:.0f} % of a step for the exchange itself, and {waiting:.0f} % waiting for other ranks",
+        ]
+    gains = ["     " if piece["gain"] is None else f"{100 * piece['gain']:3.0f} %" for piece in advice]
+    head = (
+        "What to change, and how much of a step it saves at most"
+        if advice
+        else "There is nothing to change: all is well."
+    )
+    texts = [f"  {gain}  {piece['text']}" for gain, piece in zip(gains, advice, strict=True)]
+    return "\n".join([*lines, "", *_table(ranks), "", head, *texts])
 
 
 def _table(ranks: list[dict[str, Any]]) -> list[str]:
     used = [part for part in ranks[0]["parts"] if any(rank["parts"][part] for rank in ranks)]
-    names = {"own": "own code"}
-    head = ["rank", "host", "device", *(names.get(part, part) for part in used), "memory"]
-    rows = [head]
+    rows = [["rank", "host", "device", *("own code" if part == "own" else part for part in used), "memory"]]
     for rank in _shown(ranks):
         whole = sum(rank["parts"].values())
         memory = as_memory(rank["process_memory"], rank["device_memory"])
@@ -175,33 +158,14 @@ def report() -> Iterator[Report]:
         >>> found.figures
         {}
     """
-    recorder = current_world().part(Recorder)
-    if recorder.is_on:
+    measuring, found = current_world().part(Measuring), Report()
+    if measuring.has_report:
         raise OptionError("report(): the run is measured already, by @distributed(report=…) or by an outer report().")
-    found = Report()
-    recorder.begin()
-    try:
+    with measuring.report() as measured:
         yield found
-    except BaseException:
-        recorder.stop()
-        raise
-    found.fill(recorder.end())
-    _show(found)
-
-
-def _show(found: Report) -> None:
-    """Print a report, on rank 0 alone."""
+        found.fill(measured())
     if is_rank_zero():
         print(found.text(), file=sys.stderr, flush=True)
-
-
-def _write(found: Report, path: str) -> None:
-    """Write all figures of a report as JSON, on rank 0; print an error, which does not fail the run."""
-    if is_rank_zero():
-        try:
-            Path(path).write_text(json.dumps(found.figures, indent=1) + "\n")
-        except OSError as error:
-            print_notice(f"the report cannot be written: {error}")
 
 
 @contextmanager
@@ -209,12 +173,15 @@ def report_of_run(asked: bool | str) -> Iterator[None]:
     """Measure a whole run within a ``with``, if its options ask for it; every rank enters and leaves it.
 
     Args:
-        asked: whether to measure it; or the path of a file for the figures.
+        asked: whether to measure it; or the path of a file for the figures. If it cannot be written, a line says so.
     """
     if not asked:
         yield
         return
     with report() as found:
         yield
-    if isinstance(asked, str):
-        _write(found, asked)
+    if isinstance(asked, str) and is_rank_zero():
+        try:
+            Path(asked).write_text(json.dumps(found.figures, indent=1) + "\n")
+        except OSError as error:
+            print_notice(f"the report cannot be written: {error}")

@@ -9,9 +9,8 @@ import re
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -19,7 +18,7 @@ from distwrap._internals.torch_profiler import profiler_runs
 from distwrap.errors import OptionError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world, say
-from distwrap.stopwatch import Part, Stopwatch
+from distwrap.stopwatch import Part
 from distwrap.timing import output_file
 from distwrap.timing.recorder import Measuring
 from distwrap.wording import named_ranks
@@ -69,18 +68,29 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
     tracer = world.part(_Tracer)
     if tracer.is_on:
         raise OptionError("trace(): a trace is being made already, by an outer trace().")
-    file = _of_rank(Path(path).absolute(), world.placement.rank)
-    if any(gather_object(profiler_runs())):
-        raise OptionError(_OTHER_PROFILER)
-    if problem := next(filter(None, gather_object(output_file.problem(file))), ""):
-        raise OptionError(f"trace(path={os.fspath(path)!r}) {problem}")
+    path = Path(path).absolute()
+    file = _of_rank(path, world.placement.rank)
+    for problem in gather_object(_OTHER_PROFILER if profiler_runs() else output_file.problem(file)):
+        if problem:
+            raise OptionError(problem if problem == _OTHER_PROFILER else f"trace(path={os.fspath(path)!r}) {problem}")
     tracer.begin(steps, file)
     try:
         yield
         tracer.end()
     finally:
         tracer.close()
-    _tell(steps, Path(path).absolute(), gather_object((tracer.count, tracer.failure)))
+    ranks: list[tuple[int, str]] = gather_object((tracer.count, tracer.failure))
+    fewest = min(taken for taken, _ in ranks)
+    if fewest < steps.stop:
+        which = named_ranks(rank for rank, (taken, _) in enumerate(ranks) if taken == fewest)
+        wanted = f"{steps.start} to {steps.stop - 1}"
+        say(f"trace(): not all of the steps {wanted} are there: the loop took {fewest} step(s) on {which}")
+    for rank, (_, failure) in enumerate(ranks):
+        if failure:
+            say(f"trace(): the file of rank {rank} cannot be written: {failure}")
+    if traced := [rank for rank, (taken, failure) in enumerate(ranks) if taken > steps.start and not failure]:
+        files = _of_rank(path, traced[0] if len(traced) == 1 else "*")
+        say(f"trace(): written to {files}; open it in https://ui.perfetto.dev")
 
 
 def _of_rank(path: Path, rank: object) -> Path:
@@ -94,51 +104,24 @@ def _of_rank(path: Path, rank: object) -> Path:
     return path.with_name(f"{path.name.removesuffix(suffixes)}.rank{rank}{suffixes}")
 
 
-def _tell(steps: range, path: Path, ranks: list[tuple[int, str]]) -> None:
-    """Say on rank 0 which files are written, and what is missing in them.
-
-    Args:
-        steps: those that were to be traced.
-        path: given by the user.
-        ranks: of each rank, how many steps its loop took, and why its file could not be written.
-    """
-    fewest, wanted = min(taken for taken, _ in ranks), f"{steps.start} to {steps.stop - 1}"
-    if fewest < steps.stop:
-        which = named_ranks(rank for rank, (taken, _) in enumerate(ranks) if taken == fewest)
-        say(f"trace(): not all of the steps {wanted} are there: the loop took {fewest} step(s) on {which}")
-    for rank, (_, failure) in enumerate(ranks):
-        if failure:
-            say(f"trace(): the file of rank {rank} cannot be written: {failure}")
-    traced = [rank for rank, (taken, failure) in enumerate(ranks) if taken > steps.start and not failure]
-    if traced:
-        files = _of_rank(path, traced[0] if len(traced) == 1 else "*")
-        say(f"trace(): written to {files}; open it in https://ui.perfetto.dev")
-
-
 class _Tracer(RunPart):
     """torch's profiler on this rank, for some steps.
 
     Attributes:
+        is_on: whether steps are counted.
         count: how many steps there were.
         failure: why the file could not be written, or empty.
     """
 
     def __init__(self, world: World) -> None:
         self._world, self._measuring = world, world.part(Measuring)
-        self._steps, self._file, self.count, self.failure = range(0), Path(), 0, ""
-        self._watch: Stopwatch | None = None
+        self.is_on, self._parts = False, ExitStack()  # of which one is open at a time
         self._profile: profile | None = None
-        self._shown: Any = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether steps are counted."""
-        return self._watch is not None
 
     def begin(self, steps: range, file: Path) -> None:
         """Count steps from here, and trace some of them into a file."""
         self._steps, self._file, self.count, self.failure = steps, file, 0, ""
-        self._watch = self._measuring.begin().stopwatch
+        self.is_on, self._watch = True, self._measuring.begin().stopwatch
         self._watch.on_step.append(self._step)
         self._begin_if_due()
 
@@ -161,9 +144,9 @@ class _Tracer(RunPart):
     def close(self) -> None:
         """Stop tracing."""
         self._stop()
-        if self._watch is not None:
+        if self.is_on:
             self._watch.on_step.remove(self._step)
-            self._watch = None
+            self.is_on = False
             self._measuring.end()
 
     def _step(self) -> None:
@@ -173,7 +156,7 @@ class _Tracer(RunPart):
         self._begin_if_due()
 
     def _begin_if_due(self) -> None:
-        if self.count == self._steps.start and self._watch is not None:
+        if self.count == self._steps.start:
             if profiler_runs():  # two at a time crash
                 raise OptionError(_OTHER_PROFILER)
             own = getattr(ProfilerActivity, self._world.device.type.upper(), ProfilerActivity.CPU)
@@ -183,17 +166,15 @@ class _Tracer(RunPart):
             self._show(Part.OWN)
 
     def _show(self, part: Part) -> None:
-        if self._shown is not None:
-            self._shown.__exit__(None, None, None)
-        self._shown = record_function(f"{_PREFIX}{part.name.lower()}")
-        self._shown.__enter__()
+        self._parts.close()
+        self._parts.enter_context(record_function(f"{_PREFIX}{part.name.lower()}"))
 
     def _stop(self) -> None:
-        if self._profile is not None and self._watch is not None:
+        if self._profile is not None:
             self._watch.on_part.remove(self._show)
-            self._shown.__exit__(None, None, None)
+            self._parts.close()
             self._profile.stop()
-        self._profile = self._shown = None
+        self._profile = None
 
 
 def _named(text: str, rank: int) -> str:

@@ -39,9 +39,10 @@ class Seeing(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL")  # torch's, of gradients that it adds up
+@pytest.mark.parametrize("strategy", ["dp", "ddp2"])
 @pytest.mark.gpu(1, 2, 4)
-def test_data_parallel(devices: int) -> None:
-    """Under ``strategy="dp"`` each device computes its share of the batch, and the weights are those of one process."""
+def test_data_parallel(devices: int, strategy: str) -> None:
+    """On one node each device computes its share of the batch, and the weights are those of one process."""
 
     def body() -> tuple[set[str], list[Any]]:
         inner = Seeing()
@@ -54,7 +55,7 @@ def test_data_parallel(devices: int) -> None:
             optimizer.zero_grad()
         return inner.seen, [parameter.detach().cpu().flatten().tolist() for parameter in inner.parameters()]
 
-    seen, weights = dw.distributed(strategy="dp", launcher="forkserver", timeout=60)(body)()
+    seen, weights = dw.distributed(strategy=strategy, launcher="forkserver", timeout=60)(body)()
     assert seen == {f"{accelerator()}:{index}" for index in range(devices)}
     assert_near(weights, alone(1))
 
@@ -75,11 +76,12 @@ def test_devices_over_which_torch_divides_nothing(strategy: str, monkeypatch: py
 
 @in_nightly
 @pytest.mark.gpu(4)
-def test_two_nodes_of_two_devices(tmp_path: Path) -> None:
-    """Under ``strategy="ddp2"`` a node is one process over its two devices, and gradients go between the nodes."""
+@pytest.mark.parametrize("comm", ["allreduce", "local_sgd(sync_every=1)"])
+def test_two_nodes_of_two_devices(comm: str, tmp_path: Path) -> None:
+    """Under ``strategy="ddp2"`` a node is one process over its two devices; gradients or weights go between nodes."""
     port = free_port()
     words = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=localhost:{port}", "--rdzv-backend=c10d"]
-    program = ["--rdzv-id=x", "--local-addr=127.0.0.1", "-m", "tests.accelerator.over_devices", str(tmp_path)]
+    program = ["--rdzv-id=x", "--local-addr=127.0.0.1", "-m", "tests.accelerator.over_devices", str(tmp_path), comm]
     nodes = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *words, *program],
@@ -92,5 +94,5 @@ def test_two_nodes_of_two_devices(tmp_path: Path) -> None:
     assert [code for _, code in ended] == [0, 0], ended
     for rank in range(2):
         weights, seen = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert seen[:2] == [2, 2]
+        assert seen == [2, 2, True]
         assert_near(weights, alone(2))

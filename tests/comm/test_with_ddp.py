@@ -34,8 +34,8 @@ from distwrap import (
     wrap_optimizer,
 )
 from distwrap.comm import AllReduce, Averager, Bucket, GradientAlgorithm, Link, traffic
+from distwrap.comm.compressed import Residuals
 from distwrap.comm.gradients import GradientExchange
-from distwrap.comm.residuals import Residuals
 from distwrap.comm.weights import WeightExchanges
 from distwrap.errors import CollectiveTimeoutError, ModelError, OptionError, WorkerDiedError
 from distwrap.group.world import World, current_world, rank, world_size

@@ -37,7 +37,7 @@ def test_registered_names_travel() -> None:
 
     dw.register_strategy("late", Late, "registered in the caller")
     dw.register_precision("bf16", "distwrap.precision.base:FullPrecision")
-    dw.register_algorithm("rarely", "distwrap.comm.local_sgd:LocalSGD", sync_every=77)
+    dw.register_algorithm("rarely", "distwrap.comm:LocalSGD", sync_every=77)
     dw.register_launcher("fresh", "distwrap.launch.spawn:SpawnLauncher")
     for *names, algorithm in run_ranks(_uses, 2, timeout=LIMIT):
         assert names == ["Late", "FullPrecision", "LocalSGD", "SpawnLauncher"]

@@ -412,6 +412,43 @@ def test_qadam_adds_up_the_gradients_of_several_backwards() -> None:
         )  # an error of one bit is not made up for
 
 
+def _in_two_models(divided: bool) -> torch.Tensor:
+    """Train two layers, in one model or each in its own, by one optimizer, with two backwards a step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    models = [dw.wrap_model(part, comm="qadam(warmup_steps=2)") for part in (net if divided else [net])]
+    optimizer = dw.wrap_optimizer(torch.optim.Adam(net.parameters(), lr=0.01))
+    for step in range(8):
+        for part in range(2):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(20 * step + 10 * part + dw.rank()))
+            for model in models:
+                x = model(x)
+            x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(net)
+
+
+def test_qadam_of_two_models_by_one_optimizer() -> None:
+    """A gradient is added to its own model's average, whatever the other model has averaged since."""
+    for whole, parts in run_ranks(lambda: [_in_two_models(divided) for divided in (False, True)], 2):
+        assert (whole - parts).abs().max() < 0.003, "codes of other blocks differ by little"
+
+
+def _step_of_the_given_adam() -> None:
+    model = dw.wrap_model(Quadratic(torch.float32), comm="qadam(warmup_steps=1)")
+    adam = torch.optim.Adam(model.parameters())
+    assert dw.wrap_optimizer(adam, model) is not adam
+    model(target(dw.rank()).float()).backward()
+    adam.step()
+
+
+def test_qadam_refuses_a_step_of_the_adam_that_it_was_given() -> None:
+    """After the warm-up it would take momenta for gradients."""
+    with pytest.raises(ModelError, match=r"a step of the Adam that it was given\. Write optimizer = wrap_optimizer"):
+        run_ranks(_step_of_the_given_adam, 2)
+
+
 def _never_zeroed() -> None:
     model = dw.wrap_model(Quadratic(torch.float32), comm="qadam(warmup_steps=2)")
     optimizer = dw.wrap_optimizer(torch.optim.Adam(model.parameters()), model)

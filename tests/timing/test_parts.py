@@ -239,6 +239,23 @@ def on_a_plateau() -> None:
         scheduler.step(dw.mean(loss.detach()).item())
 
 
+def with_steps_that_raise() -> None:
+    """The optimizer's part ends with such a step, and the next optimizer's is one."""
+
+    def raises(*_: object) -> None:
+        raise ZeroDivisionError
+
+    model, optimizer = wrapped(Slow())
+    refused = torch.optim.SGD(model.parameters(), lr=0.01)
+    refused.register_step_pre_hook(raises)
+    for (x,) in loader():
+        with pytest.raises(ZeroDivisionError):
+            refused.step()
+        model(x).square().mean().backward()
+        nap()
+        optimizer.step()
+
+
 def stopped_early() -> None:
     numbers = iter(range(STEPS))
     train(Slow(), after=lambda *_: dw.agree(next(numbers) == STEPS - 2))
@@ -277,6 +294,7 @@ LOOPS: tuple[tuple[Callable[..., None], dict[str, float]], ...] = (
     (evaluated, {"evaluation": 2}),  # what is between two batches too
     (twice, {"forward": 9 / 8}),  # the step between the two loops has the first step of the second one in it
     (on_a_plateau, {"forward": 1}),
+    (with_steps_that_raise, {"forward": 1, "own": 1}),
     (stopped_early, {"forward": 1}),
     (one_first, {"own": 1}),
     (saved, {"checkpoint": 1}),
@@ -284,7 +302,18 @@ LOOPS: tuple[tuple[Callable[..., None], dict[str, float]], ...] = (
 )
 NAMES = (
     *("forward", "backward", "loader", "bar", "dispatched", "generator", "accumulated", "closures", "two models"),
-    *("penalty", "recomputed", "evaluated", "twice", "plateau", "stopped early", "one first", "saved", "files"),
+    *(
+        "penalty",
+        "recomputed",
+        "evaluated",
+        "twice",
+        "plateau",
+        "raising",
+        "stopped early",
+        "one first",
+        "saved",
+        "files",
+    ),
 )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from distwrap._internals.torch_autograd import in_backward, saving_hooks
-from distwrap.devices.generators import generators_kept
+from distwrap.devices.kinds import generators_kept
 from distwrap.errors import ModelError
 from distwrap.model.watch import is_power_of_two
 from distwrap.seeding import mix

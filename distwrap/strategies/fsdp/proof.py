@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from distwrap._internals.torch_tree import map_tensors, tensors_in
-from distwrap.devices.generators import generators_kept
+from distwrap.devices.kinds import generators_kept
 from distwrap.errors import ModelError
 from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.strategies import shards

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces
-from distwrap.devices.memory import return_freed_memory
+from distwrap.devices.cpus import return_freed_memory
 from distwrap.devices.transfer import move
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.setup import require_group
