@@ -31,15 +31,6 @@ def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     return each
 
 
-def leave_gradients_alone(model: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Keep DDP from writing averages into the gradients; a communication hook does it.
-
-    Relies on ``torch.distributed:Reducer._set_optimizer_in_backward``.
-    Without it: all gradients briefly exist again at the end of a backward, which costs memory.
-    """
-    getattr(model.reducer, "_set_optimizer_in_backward", lambda: None)()
-
-
 @contextmanager
 def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Disable all step hooks, of an optimizer and global ones, within a ``with``.

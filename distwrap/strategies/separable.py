@@ -78,7 +78,7 @@ def refuse_shaped(optimizer: Optimizer) -> None:
         raise ModelError(
             f"{type(optimizer).__name__} steps by a weight as a whole: in a trial with small numbers it made other "
             f"steps of a matrix than of the same numbers in two rows. Under this strategy each rank steps a row of "
-            f"numbers, out of one weight or several. Use strategy='zero1', 'zero2' or 'ddp' for it, or an optimizer "
+            f"numbers, out of one weight or several. Use strategy='zero1' or 'ddp' for it, or an optimizer "
             f"that treats each number by itself, as AdamW."
         )
 

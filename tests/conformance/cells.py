@@ -116,7 +116,6 @@ CELLS = (
     Cell("ddp2", NodesOfOne(), only=AGAIN, nightly="the cell ddp, its own code where a node has no accelerators"),
     Cell("zero1", "zero1", refuses=("lbfgs",), slow=OTHERS, fails=GUESSED),
     Cell("zero1 on three ranks", "zero1", 3, only=AGAIN, nightly="the cell zero1"),
-    Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip"), slow=OTHERS, fails=GUESSED),
     Cell("fsdp", "fsdp", refuses=DIVIDED),
     Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, only=AGAIN, nightly="the cell fsdp"),
     Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),

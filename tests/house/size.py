@@ -58,7 +58,7 @@ ROWS = {
     "timing": Row(650, 1018, 958, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1273, 1172, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
-        430, 848, 823, _strategies("zero.py gradient_share.py optimizer_s owned_tensors.py separable.py")
+        430, 848, 823, _strategies("zero.py optimizer_s owned_tensors.py separable.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
         1600, 2762, 2616,

@@ -240,7 +240,7 @@ class ModelEngine:
         if len(optimizer.param_groups) != self._groups:
             raise ModelError(
                 f"{type(optimizer).__name__} was given another group of parameters after its engine was made, "
-                "and DeepSpeed cannot add one. Make the optimizer with all groups, or use strategy='zero2'."
+                "and DeepSpeed cannot add one. Make the optimizer with all groups, or use strategy='zero1'."
             )
         _take_options(_filled(optimizer), self.inner.param_groups)
         self._take_back()
@@ -326,7 +326,7 @@ def optimizer_of(net: nn.Module) -> Optimizer | None:
         kinds = ", ".join(sorted(type(each).__name__ for each in found))
         raise ModelError(
             f"{type(net).__name__} has {len(found)} optimizers ({kinds}), and an engine of DeepSpeed has one. "
-            "Make one optimizer with a group of parameters for each rate, or use strategy='zero2'."
+            "Make one optimizer with a group of parameters for each rate, or use strategy='zero1'."
         )
     return found[0] if found else None
 

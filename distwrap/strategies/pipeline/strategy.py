@@ -95,7 +95,7 @@ class PipelineStrategy(Strategy):
 
     def check(self, run: Options) -> None:
         why = "torch's schedules do not wait for all that stages exchange"
-        require_torch("strategy='pipeline'", PIPELINE_SINCE, why, "strategy='zero2'")
+        require_torch("strategy='pipeline'", PIPELINE_SINCE, why, "strategy='zero1'")
         if run.comm is not None:
             raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
 
