@@ -27,7 +27,7 @@ from distwrap.group.optimizer_steps import Closure, OptimizerSteps, Phase, aroun
 from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import RunPart, World
 from distwrap.model.wrapped_models import parameters_of
-from distwrap.strategies.separable import refuse_mixing
+from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.versions import MATRIX_OPTIMIZERS
 
 _MESSAGE = 16 * 2**20  # most bytes of weights in one broadcast
@@ -52,7 +52,7 @@ class OptimizerShare:
 
     def __init__(self, optimizer: Optimizer, world: World, divided: Divided) -> None:
         refuse_whole(optimizer)
-        refuse_mixing(optimizer)
+        refuse_scope(optimizer)
         self.rank, self._size = world.placement.rank, world.placement.world_size
         self._divided = divided
         self.owners: dict[nn.Parameter, int] = {}

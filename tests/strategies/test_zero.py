@@ -320,7 +320,7 @@ def refused() -> None:
                 return closure()
 
     with pytest.raises(ModelError, match=r"Twice.step\(closure\) calls"):
-        Twice(model.parameters(), lr=0.1).step(loss)
+        dw.wrap_optimizer(Twice(model.parameters(), lr=0.1), scope="element").step(loss)
     mixed = list(model.parameters())[:: 1 if dw.rank() else -1]
     loss()
     with pytest.raises(ModelError, match="another order"):
@@ -364,13 +364,13 @@ class Adaptive(torch.optim.SGD):
 
 def adapted() -> None:
     model = dw.wrap_model(net(), strategy="zero1")
-    optimizer = dw.wrap_optimizer(Adaptive(model.parameters(), lr=0.1))
+    optimizer = dw.wrap_optimizer(Adaptive(model.parameters(), lr=0.1), scope="element")
     epoch(model, optimizer)
     dw.assert_in_sync(model)
 
 
 def test_an_optimizer_that_looks_at_all_parameters_is_found_out() -> None:
-    """A number that a step computes from all parameters differs by rank, and is named."""
+    """A number that a step computes from all parameters differs by rank, and is named, whatever was said."""
     with pytest.raises(ModelError, match="'d' of Adaptive"):
         run_ranks(adapted, 2)
 

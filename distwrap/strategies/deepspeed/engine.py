@@ -29,8 +29,8 @@ from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.deepspeed.config import on_nvme
 from distwrap.strategies.deepspeed.gradients import EngineGradient
 from distwrap.strategies.deepspeed.package import environment, forget_group, import_deepspeed, quiet, without_compiler
+from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.strategies.optimizer_share import refuse_whole
-from distwrap.strategies.separable import refuse_mixing, refuse_shaped
 
 
 class ModelEngine:
@@ -57,8 +57,7 @@ class ModelEngine:
         self, net: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: World, *, verbose: bool
     ) -> None:
         refuse_whole(optimizer, in_pieces=True)
-        refuse_mixing(optimizer)
-        refuse_shaped(optimizer)
+        refuse_scope(optimizer, ("element",))
         self.net, self.optimizer, self.rank = net, ref(optimizer), world.placement.rank
         self.stage: int = config["zero_optimization"]["stage"]
         self.is_on_nvme = "optimizer" in on_nvme(config)
