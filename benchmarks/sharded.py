@@ -23,7 +23,6 @@ from table import Row, report
 PAIRS: dict[tuple[str, str], float | None] = {  # and the goal of the first one's step over the second one's
     ("distwrap ddp", "torch ddp"): None,
     ("distwrap zero1", "torch zero"): None,
-    ("distwrap zero2", "torch zero"): None,
     ("distwrap fsdp", "torch fsdp2"): 1.02,
     ("distwrap zero1", "distwrap ddp"): 1.05,
 }

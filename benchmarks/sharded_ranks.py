@@ -143,7 +143,7 @@ def distwrap_way(model: nn.Module) -> Prepared:
     return Prepared(wrapped, optimizer, own_state(model, optimizer))
 
 
-STRATEGIES = {**{word: word for word in ("ddp", "zero1", "zero2", "fsdp", "tp", "pipeline")}, "hsdp": "fsdp(shard=2)"}
+STRATEGIES = {**{word: word for word in ("ddp", "zero1", "fsdp", "tp", "pipeline")}, "hsdp": "fsdp(shard=2)"}
 WAYS: Ways = {
     "torch ddp": torch_ddp,
     "torch zero": torch_zero,

@@ -8,9 +8,8 @@ _UNUSED = {
 # What became of FairScale's, Lightning's, DeepSpeed's and FSDP's names, also as an older Lightning spelt them.
 BECAME = {
     **dict.fromkeys(("zero", "oss", "zero_dp_1"), "zero1"),
-    **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn", "sharded_ddp", "fairscale"), "zero2"),
-    "zero_dp_2": "zero2",
-    **{f"ddp_sharded{middle}_find_unused_parameters_false": "zero2" for middle in ("", "_spawn")},
+    **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn", "sharded_ddp", "fairscale"), "zero1"),
+    **{f"ddp_sharded{middle}_find_unused_parameters_false": "zero1" for middle in ("", "_spawn")},
     **{f"ddp_{words}": strategy for words, strategy in _UNUSED.items()},
     **{f"ddp_{how}_{words}": _UNUSED[words] for how in ("spawn", "fork", "notebook") for words in _UNUSED},
     **dict.fromkeys(("fsdp_native", "fully_sharded", "ddp_fully_sharded", "full_shard", "fsdp2"), "fsdp"),
@@ -22,7 +21,7 @@ BECAME = {
     "model_parallel": "tp",
     "collaborative": "hivemind",
     "single_device": "single",
-    "shard_grad_op": "fsdp(reshard_after_forward=False)",
+    **dict.fromkeys(("shard_grad_op", "zero2", "zero_dp_2"), "fsdp(reshard_after_forward=False)"),
     "no_shard": "ddp",
     "hpu_parallel": "of_device(type='hpu')",
     "hpu_single": "of_device(type='hpu', strategy='single')",

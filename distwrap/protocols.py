@@ -366,10 +366,6 @@ class Strategy(StateLayout):
         """Return the norm by which the last step has clipped, if `clip` could not know it before the step."""
         return None
 
-    def has_overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether gradients overflowed under fp16 on other ranks only, so that all skip the step."""
-        return False
-
     def step(self, optimizer: Optimizer) -> bool | None:
         """Step an optimizer, for `distwrap.optimizer_step`.
 

@@ -430,13 +430,14 @@ def test_a_disabled_call_stays_in_this_process() -> None:
 @pytest.mark.parametrize(
     ("name", "became", "launcher"),
     [
-        ("ddp_sharded", "zero2", "auto"),
-        ("ddp_sharded_spawn", "zero2", "spawn"),
-        ("fairscale", "zero2", "auto"),
+        ("ddp_sharded", "zero1", "auto"),
+        ("ddp_sharded_spawn", "zero1", "spawn"),
+        ("fairscale", "zero1", "auto"),
+        ("zero2", "fsdp(reshard_after_forward=False)", "auto"),
         ("deepspeed_stage_1", "deepspeed(stage=1)", "auto"),
         ("deepspeed_stage_3_offload", "deepspeed(stage=3, offload='cpu')", "auto"),
         ("ddp_spawn_find_unused_parameters_true", "ddp(find_unused_parameters=True)", "spawn"),
-        ("ddp_sharded(static_graph=True)", "zero2(static_graph=True)", "auto"),
+        ("ddp_sharded(static_graph=True)", "zero1(static_graph=True)", "auto"),
     ],
 )
 def test_another_packages_name_stands_for_what_it_became(name: str, became: str, launcher: str) -> None:
@@ -449,8 +450,8 @@ def test_another_packages_name_stands_for_what_it_became(name: str, became: str,
 
 def test_a_name_of_what_is_not_there_yet_keeps_its_hint() -> None:
     """A name counts from when its strategy is there; an option of a name that has a launcher too is refused."""
-    assert "strategy='zero2(…)' with launcher='spawn'" in refusal(strategy="ddp_sharded_spawn(static_graph=True)")
-    assert "Say strategy='zero2' with the launcher" in refusal(strategy="ddp_sharded_spawn", launcher="fork")
+    assert "strategy='zero1(…)' with launcher='spawn'" in refusal(strategy="ddp_sharded_spawn(static_graph=True)")
+    assert "Say strategy='zero1' with the launcher" in refusal(strategy="ddp_sharded_spawn", launcher="fork")
     registry: Registry[Any] = Registry("strategy", (), "nowhere", former={"old": "new(x=1)"}, hints={"old": "Not yet."})
     with pytest.raises(OptionError, match=r"unknown strategy 'old'. Not yet\."):
         registry.make("old")

@@ -3,13 +3,11 @@
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from distwrap.versions import KEEPS_COUNTS_OF_MANY
 
@@ -29,36 +27,3 @@ def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     for tensor in tensors:
         each.enter_context(keep(tensor))
     return each
-
-
-def leave_gradients_alone(model: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Keep DDP from writing averages into the gradients; a communication hook does it.
-
-    Relies on ``torch.distributed:Reducer._set_optimizer_in_backward``.
-    Without it: all gradients briefly exist again at the end of a backward, which costs memory.
-    """
-    getattr(model.reducer, "_set_optimizer_in_backward", lambda: None)()
-
-
-@contextmanager
-def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Disable all step hooks, of an optimizer and global ones, within a ``with``.
-
-    Relies on ``torch.optim.optimizer:_global_optimizer_pre_hooks``,
-    ``torch.optim.optimizer:_global_optimizer_post_hooks``,
-    ``torch:optim.SGD([zeros(1)])._optimizer_step_pre_hooks``,
-    ``torch:optim.SGD([zeros(1)])._optimizer_step_post_hooks``.
-    Without it: hooks see the trial steps of an optimizer.
-    """
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    everyones = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    tables = [(vars(optimizer), name) for name in names] + [(vars(torch_optimizer), name) for name in everyones]
-    tables = [(table, name) for table, name in tables if name in table]
-    kept = [table[name] for table, name in tables]
-    for table, name in tables:  # replaced, and not emptied: one of these hooks may be running
-        table[name] = OrderedDict()
-    try:
-        yield
-    finally:
-        for (table, name), hooks in zip(tables, kept, strict=True):
-            table[name] = hooks

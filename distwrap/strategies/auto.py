@@ -39,7 +39,7 @@ def _of_chosen(name: str) -> Callable[..., Any]:
 
 
 class AutoStrategy(base.Strategy):
-    """The simplest of ddp, zero1, zero2, hsdp and fsdp that fits, chosen when each model is wrapped.
+    """The simplest of ddp, zero1, hsdp and fsdp that fits, chosen when each model is wrapped.
 
     The optimizer and the activations are not known then: a quarter of the device is left for activations.
 
@@ -96,7 +96,6 @@ class AutoStrategy(base.Strategy):
     clip = _of_chosen("clip")
     step = _of_chosen("step")
     held = _of_chosen("held")
-    has_overflowed = _of_chosen("has_overflowed")
     is_divided = _of_chosen("is_divided")
     state = _of_chosen("state")
     load_state = _of_chosen("load_state")

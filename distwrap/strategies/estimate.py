@@ -72,7 +72,7 @@ def estimate(
     Example:
         >>> found = estimate(nn.Linear(9, 100), 2, 2, InPrecision("32", torch.device("cpu")), optimizer("adamw"))
         >>> [(need.strategy, need.total) for need in found if not need.why_not]
-        [('ddp', 20008), ('zero1', 19204), ('zero2', 18804), ('fsdp', 20008)]
+        [('ddp', 20008), ('zero1', 19204), ('fsdp', 20008)]
     """
     model = unwrap_model(model)
     kept = _Kept(model, in_precision)
@@ -81,17 +81,13 @@ def estimate(
     everything = sum(state.values())
     if ranks == 1:
         alone = "one rank has no other to share with"
-        names = ("zero1", "zero2", "hsdp", "fsdp")
+        names = ("zero1", "hsdp", "fsdp")
         return [Need("ddp", fixed, gradients, 0, everything), *(Need(name, why_not=alone) for name in names)]
     owners = balanced(kept.trained, [0] * ranks)
     shares = [[own for own, owner in owners.items() if owner == rank] for rank in range(ranks)]
     needs = [
         Need("ddp", fixed, gradients, gradients, everything),
         Need("zero1", fixed, gradients, gradients, max(sum(state[own] for own in share) for share in shares)),
-        max(
-            (Need("zero2", fixed, _bytes(own), gradients, sum(map(state.__getitem__, own))) for own in shares),
-            key=lambda need: need.total,
-        ),
     ]
     if ranks_a_node in (1, ranks):
         why_not = "a node has one rank" if ranks_a_node == 1 else "one node: fsdp is the same"

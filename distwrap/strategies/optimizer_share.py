@@ -7,7 +7,7 @@ weights are broadcast from their owners, many in one message.
 Source: ZeRO, stage 1, https://arxiv.org/abs/1910.02054
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
@@ -27,13 +27,13 @@ from distwrap.group.optimizer_steps import Closure, OptimizerSteps, Phase, aroun
 from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import RunPart, World
 from distwrap.model.wrapped_models import parameters_of
-from distwrap.strategies.separable import refuse_mixing
+from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.versions import MATRIX_OPTIMIZERS
 
 _MESSAGE = 16 * 2**20  # most bytes of weights in one broadcast
 
-# The divided parameters, each with the rank that owns it, or None if that is open.
-Divided = Callable[[Optimizer], Mapping[nn.Parameter, int | None]]
+# Returns the parameters that are divided.
+Divided = Callable[[Optimizer], Sequence[nn.Parameter]]
 
 
 class OptimizerShare:
@@ -52,7 +52,7 @@ class OptimizerShare:
 
     def __init__(self, optimizer: Optimizer, world: World, divided: Divided) -> None:
         refuse_whole(optimizer)
-        refuse_mixing(optimizer)
+        refuse_scope(optimizer)
         self.rank, self._size = world.placement.rank, world.placement.world_size
         self._divided = divided
         self.owners: dict[nn.Parameter, int] = {}
@@ -72,10 +72,8 @@ class OptimizerShare:
     def plan(self, optimizer: Optimizer) -> None:
         """Give each new parameter an owner, and free the state of other ranks' parameters."""
         self._planned = _sizes(optimizer)
-        divided = self._divided(optimizer)
-        new = [parameter for parameter in divided if parameter not in self.owners]
-        self.owners.update((each, owner) for each in new if (owner := divided[each]) is not None)
-        self.owners.update(balanced([each for each in new if divided[each] is None], self._loads))
+        new = [parameter for parameter in self._divided(optimizer) if parameter not in self.owners]
+        self.owners.update(balanced(new, self._loads))
         held = parameters_of(optimizer)
         self.owners = {parameter: owner for parameter, owner in self.owners.items() if id(parameter) in held}
         self._messages = _messages(self.owners, self._size)
@@ -249,10 +247,6 @@ class OptimizerShares(RunPart):
         """Return an optimizer's share, if it has one."""
         return self._of.get(optimizer)
 
-    def owners(self) -> dict[nn.Parameter, int]:
-        """Return the rank that steps each divided parameter."""
-        return {parameter: owner for share in self._of.values() for parameter, owner in share.owners.items()}
-
     def options(self, model: nn.Module) -> Iterator[tuple[str, float]]:
         """Yield the numbers among the options of a model's optimizers, each with a name.
 
@@ -367,7 +361,7 @@ def refuse_whole(optimizer: Optimizer, *, in_pieces: bool = False) -> None:
     if in_pieces and isinstance(optimizer, MATRIX_OPTIMIZERS):
         raise ModelError(
             f"{name} needs each weight as a whole matrix, and under this strategy each rank has a piece of it. "
-            "Use strategy='zero1' or 'zero2' for it, or an optimizer that treats each number by itself, as AdamW."
+            "Use strategy='zero1' for it, or an optimizer that treats each number by itself, as AdamW."
         )
 
 

@@ -26,6 +26,7 @@ from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, p
 from distwrap.precision import InPrecision, LossScaling
 from distwrap.protocols import Algorithm, Precision, Strategy, Wrapping
 from distwrap.registry import AlgorithmName, PrecisionName, StrategyName, algorithms, strategies
+from distwrap.strategies.optimizer_scope import Scope, say_scope
 from distwrap.strategies.single import local, on_device
 from distwrap.supervision.activity import Activity
 
@@ -142,17 +143,24 @@ def wrap_model(
     return cast("Model", wrapped)
 
 
-def wrap_optimizer(optimizer: OptimizerT, model: nn.Module | None = None, *, apart: bool = False) -> OptimizerT:
+def wrap_optimizer(
+    optimizer: OptimizerT, model: nn.Module | None = None, *, scope: Scope | None = None, apart: bool = False
+) -> OptimizerT:
     """Prepare an optimizer: return it as it is, unless the model's ``comm=`` works through it, as ``"qadam"`` does.
 
     Args:
         optimizer: an optimizer of the parameters of a wrapped model.
         model: that model; by default the model that has the optimizer's parameters.
+        scope: what its step of one number looks at, for strategies whose ranks step only some of the parameters:
+            ``"element"``, the number alone, as Adam's; ``"parameter"``, its whole parameter, as a norm of each weight;
+            or ``"all"``, as a norm of all gradients, or where it draws random numbers. torch's own are known.
         apart: whether its parameters are meant to differ between ranks, as each rank's own noise or probe. The
             optimizer then comes back as it is, and its tensors are not compared with those of other ranks.
 
     Raises:
-        OptionError: it is not an optimizer, or holds parameters of a wrapped model although `apart` is set.
+        OptionError: it is not an optimizer, holds parameters of a wrapped model although `apart` is set, or `scope` is
+            none of the words.
+        ModelError: the strategy cannot step a part of its parameters.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -161,6 +169,8 @@ def wrap_optimizer(optimizer: OptimizerT, model: nn.Module | None = None, *, apa
     """
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"wrap_optimizer() takes a torch optimizer, not a {type(optimizer).__qualname__}.")
+    if scope is not None:
+        say_scope(optimizer, scope)
     world = current_world()
     if apart:
         if world.part(WrappedModels).of_optimizer(optimizer):

@@ -124,7 +124,7 @@ def optimizer_step(
         scaling.unscale(optimizer)
     norm = _clip(strategy, optimizer, model, max_norm)
     assert scaling.scaler is not None
-    overflowed = has_overflowed(scaling.scaler, optimizer) or strategy.has_overflowed(optimizer)
+    overflowed = has_overflowed(scaling.scaler, optimizer)
     # The next backward updates the scale, since another optimizer may still need the present one for its gradients.
     scaling.begin_step(optimizer)
     taken = not overflowed and strategy.step(optimizer) is not False

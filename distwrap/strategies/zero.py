@@ -1,16 +1,14 @@
-"""The strategies zero1 and zero2: DDP with optimizer state, and in stage 2 gradients, divided over the ranks.
+"""The strategy zero1: DDP with the optimizer's state divided over the ranks.
 
 Source: https://arxiv.org/abs/1910.02054
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap.devices.cpus import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.distributed import AveragingModel, DistributedModel
@@ -20,7 +18,6 @@ from distwrap.options import Options
 from distwrap.protocols import Algorithm
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
-from distwrap.strategies.gradient_share import GradientShares
 from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
 from distwrap.strategies.optimizer_state import full_state, own_state, parts_to_load, state_in_parts
 
@@ -29,7 +26,6 @@ class ZeroStrategy(DDPStrategy):
     """Strategy with the same model in each process, and the optimizers' states divided over the processes.
 
     Args:
-        stage: 1 divides the states of optimizers; 2 also frees averaged gradients on ranks that do not step them.
         backend: the backend of the process group, as ``"gloo"``.
         **ddp_options: options of ``DistributedDataParallel``, as ``static_graph=True``.
 
@@ -37,18 +33,15 @@ class ZeroStrategy(DDPStrategy):
         OptionError: DistributedDataParallel has no such option, or divided optimizers do not allow it.
 
     Example:
-        >>> ZeroStrategy(stage=1)
-        ZeroStrategy(backend=None, comm=None, ddp_options={}, stage=1)
+        >>> ZeroStrategy()
+        ZeroStrategy(backend=None, comm=None, ddp_options={})
     """
 
     shards = True
     steps_parameters = True
 
-    def __init__(self, *, stage: Literal[1, 2] = 1, backend: str | None = None, **ddp_options: Any) -> None:
-        if stage not in (1, 2):
-            raise OptionError(f"ZeroStrategy(stage={stage!r}): it is 1 or 2; stage 3 is strategy='fsdp'.")
+    def __init__(self, *, backend: str | None = None, **ddp_options: Any) -> None:
         super().__init__(backend=backend, **ddp_options)
-        self.stage = stage
         self._refuse(ddp_options)
         self._refuse_comm(self.comm)
 
@@ -60,9 +53,6 @@ class ZeroStrategy(DDPStrategy):
         self._refuse_comm(wrapping.comm)
         wrapped = super().prepare_model(model, world, wrapping)
         if isinstance(wrapped, DistributedModel):
-            if self.stage == 2:
-                return_freed_memory(world.device)
-                world.part(GradientShares).divide(wrapped)
             world.part(OptimizerShares).adopt_by(_divide)
         return wrapped
 
@@ -72,24 +62,9 @@ class ZeroStrategy(DDPStrategy):
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         optimizer = super().prepare_optimizer(optimizer, model)
         world = current_world()
-        if world.placement.world_size > 1 and any(True for _ in _divided(optimizer)):
+        if world.placement.world_size > 1 and _divided(optimizer):
             world.part(OptimizerShares).divide(optimizer, _divided)
         return optimizer
-
-    def gradients(self, model: nn.Module) -> list[torch.Tensor]:
-        current_world().part(GradientShares).hand_out(model)
-        return super().gradients(model)
-
-    def clip(
-        self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
-    ) -> torch.Tensor | float | None:
-        world = current_world()
-        if self.stage == 1 or world.placement.world_size == 1:
-            return super().clip(optimizer, parameters, max_norm)
-        return world.part(GradientShares).clip(parameters, max_norm)
-
-    def has_overflowed(self, optimizer: Optimizer) -> bool:
-        return self.stage == 2 and current_world().part(GradientShares).has_overflowed(optimizer)
 
     def give_back(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
@@ -127,23 +102,15 @@ class ZeroStrategy(DDPStrategy):
         """Refuse options of DDP that do not allow a division over all ranks."""
         if options.get("process_group") is not None:
             raise OptionError(
-                f"strategy='zero{self.stage}' divides over all ranks, so process_group= cannot be given. Leave it out."
-            )
-        if self.stage == 2 and options.get("gradient_as_bucket_view"):
-            raise OptionError(
-                "strategy='zero2' frees gradients, which gradient_as_bucket_view=True would keep in DDP's buckets. "
-                "Leave it out, or use strategy='zero1'."
+                "strategy='zero1' divides over all ranks, so process_group= cannot be given. Leave it out."
             )
 
     def _refuse_comm(self, comm: Algorithm | None) -> None:
-        """Refuse algorithms that need all gradients, or the whole optimizer state, on each rank."""
-        if comm is not None and (self.stage == 2 or comm.needs_optimizer_state):
-            what, way = "the gradients", "strategy='zero1' or 'ddp'"
-            if comm.needs_optimizer_state:
-                what, way = "the optimizer's state", "strategy='ddp'"
+        """Refuse algorithms that need the whole optimizer state on each rank."""
+        if comm is not None and comm.needs_optimizer_state:
             raise OptionError(
-                f"strategy='zero{self.stage}' does not go with comm={type(comm).__name__}, which needs all of {what} "
-                f"on each rank. Use {way} with it."
+                f"strategy='zero1' does not go with comm={type(comm).__name__}, which needs all of the optimizer's "
+                "state on each rank. Use strategy='ddp' with it."
             )
 
 
@@ -153,7 +120,7 @@ class _WithoutJoin(AveragingModel):
     def join_hook(self, **kwargs: Any) -> NoReturn:
         """Refuse torch's ``Join``, in which a rank without data would miss the others' steps."""
         raise ModelError(
-            f"rank {current_world().placement.rank}: torch's Join does not go with strategy='zero1' or 'zero2', where "
+            f"rank {current_world().placement.rank}: torch's Join does not go with strategy='zero1', where "
             f"every rank takes part in every step of the optimizer. Loop over distwrap.lockstep(loader) instead."
         )
 
@@ -170,18 +137,16 @@ def _divide(optimizer: Optimizer) -> None:
         strategy.prepare_optimizer(optimizer, None)
 
 
-def _divided(optimizer: Optimizer) -> dict[nn.Parameter, int | None]:
+def _divided(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return an optimizer's parameters whose gradients all ranks have averaged under this strategy."""
-    world = current_world()
-    models, owners = world.part(WrappedModels), world.part(GradientShares).owners()
+    models = current_world().part(WrappedModels)
     averaged = {
         id(parameter)
         for model in models.of_optimizer(optimizer)
         if isinstance(bound_strategy(model), ZeroStrategy) and model in models.gradients
         for parameter in models.gradients[model].averaged()
     }
-    held = parameters_of(optimizer)
-    return {parameter: owners.get(parameter) for key, parameter in held.items() if key in averaged}
+    return [parameter for key, parameter in parameters_of(optimizer).items() if key in averaged]
 
 
 def _share_of(thing: Any) -> OptimizerShare | None:

@@ -261,7 +261,7 @@ def _by_default(folder: str) -> None:
 
 @in_nightly
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "pipeline"])
 def test_a_default_device(strategy: str, tmp_path: Path) -> None:
     """``torch.set_default_device`` changes what the program makes, and nothing of ours."""
     dw.distributed(nprocs=2, strategy=strategy, launcher="forkserver", timeout=40)(_by_default)(str(tmp_path))

@@ -123,7 +123,7 @@ def test_ways_of_exchange_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) 
 
 @in_nightly
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(slow(each, why="some thirty behaviours") for each in ("zero2", "fsdp", "pipeline"))]
+    "strategy", ["ddp", *(slow(each, why="some thirty behaviours") for each in ("zero1", "fsdp", "pipeline"))]
 )
 def test_the_suite(strategy: str) -> None:
     """All that a loop does passes, in float32; of strategies that divide it is asked what depends on how they do."""

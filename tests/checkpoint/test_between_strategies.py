@@ -31,7 +31,6 @@ class Row:
 ROWS = [
     Row("ddp", "ddp", "ddp"),
     Row("zero1", "zero1", "zero1"),
-    Row("zero2", "zero2", "zero2"),
     Row("fsdp", "fsdp", "fsdp"),
     Row("hsdp", FSDPStrategy(shard=2), FSDPStrategy(shard=1)),
 ]

@@ -56,7 +56,7 @@ def loaded(path: str, io: str) -> dict[str, Any]:
         ("ddp", 2, "file"),
         ("fsdp", 2, "file"),
         slow("ddp", 1, "file", why="two ranks are in make test"),
-        slow("zero2", 2, "file", why="fsdp is in make test"),
+        slow("zero1", 2, "file", why="fsdp is in make test"),
         slow("fsdp", 2, "sharded", why="a file is in make test"),
     ],
 )

@@ -36,7 +36,7 @@ def save_alone(folder: Path, io: str, goes_on: bool) -> None:
 
 
 CASES = [("fsdp", "file", True), ("zero1", "sharded", False), ("pipeline", "file", True)]
-OTHERS = [("zero2", "file", True), ("tp", "file", True), ("fsdp", "sharded", False)]
+OTHERS = [("zero1", "file", True), ("tp", "file", True), ("fsdp", "sharded", False)]
 
 
 @pytest.mark.parametrize(

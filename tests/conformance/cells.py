@@ -90,8 +90,8 @@ ONLY_BY_HELPERS = ("plain_backward_and_step", "retrofit", "batch_norm")
 IN_STAGES = ("lbfgs", "torchs_own_clip")
 OTHERS = "ddp, fsdp and pipeline have the behaviours of a heart in `make test`"
 SCHEDULES = "the cell pipeline, whose stages run in another order"
-# What these strategies find out by running the user's code, which is what the user's code notices.
-GUESSED = ("state_outside_of_state", "the_users_code_runs_once_a_call")
+# Found out by running the user's code, which is what the user's code notices.
+GUESSED = ("the_users_code_runs_once_a_call",)
 
 # What `make test` asks.
 HEART = frozenset(behaviours.BEHAVIOURS)
@@ -114,9 +114,8 @@ CELLS = (
     Cell("ddp on three ranks", "ddp", 3, only=AGAIN, nightly="the cell ddp"),
     Cell("ddp on four ranks", "ddp", 4, only=AGAIN, nightly="the cell ddp"),
     Cell("ddp2", NodesOfOne(), only=AGAIN, nightly="the cell ddp, its own code where a node has no accelerators"),
-    Cell("zero1", "zero1", refuses=("lbfgs",), slow=OTHERS, fails=GUESSED),
+    Cell("zero1", "zero1", refuses=("lbfgs",), slow=OTHERS),
     Cell("zero1 on three ranks", "zero1", 3, only=AGAIN, nightly="the cell zero1"),
-    Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip"), slow=OTHERS, fails=GUESSED),
     Cell("fsdp", "fsdp", refuses=DIVIDED),
     Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, only=AGAIN, nightly="the cell fsdp"),
     Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),

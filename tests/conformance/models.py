@@ -11,7 +11,7 @@ from torch import nn
 from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
 from distwrap.model import unwrap_model
-from distwrap.strategies import wrap_model
+from distwrap.strategies import wrap_model, wrap_optimizer
 from distwrap.testing.nets import BLOCKS, WIDTH, SmallNet, small
 from distwrap.testing.sides import OneProcess, Trial, compare, epoch, fit, sgd
 from tests.conformance.base import behaviour
@@ -80,7 +80,7 @@ def the_users_code_runs_once_a_call(trial: Trial) -> None:
     def loop(side: OneProcess) -> Any:
         net = small(MeteredNet)
         model = side.wrap(net)
-        optimizer = side.prepare(MeteredSGD(model.parameters(), net.calls))
+        optimizer = side.prepare(wrap_optimizer(MeteredSGD(model.parameters(), net.calls), scope="element"))
         epoch(side, model, optimizer)
         with torch.no_grad():
             model.eval()(next(side.batches())[0])

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from distwrap.strategies import wrap_optimizer
 from distwrap.strategies.steps import optimizer_step
 from distwrap.testing.nets import TOLERANCES, small
 from distwrap.testing.sides import OneProcess, Trial, adamw, epoch, fit, sgd
@@ -57,6 +58,8 @@ class AveragingSGD(torch.optim.Optimizer):
         self.steps += 1
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 average = self.averages.setdefault(parameter, torch.zeros_like(parameter))
                 average.lerp_(parameter.grad, 0.1)
                 parameter.sub_(average, alpha=group["lr"] / (1 - 0.9**self.steps))
@@ -65,7 +68,11 @@ class AveragingSGD(torch.optim.Optimizer):
 @behaviour()
 def state_outside_of_state(trial: Trial) -> None:
     """Train by an optimizer that keeps what it knows in attributes of its own, and not in ``.state``."""
-    trial.same(lambda side: fit(side, lambda parameters: AveragingSGD(parameters, lr=0.05)))
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return wrap_optimizer(AveragingSGD(parameters, lr=0.05), scope="element")
+
+    trial.same(lambda side: fit(side, make))
 
 
 @behaviour()

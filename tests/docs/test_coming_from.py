@@ -28,7 +28,7 @@ PACKAGES = {
 ELSEWHERE = {
     "bagua": "DISTWRAP_STRATEGY='bagua",
     "horovod": ("python ",),
-    "deepspeed": "DISTWRAP_STRATEGY=zero2",
+    "deepspeed": "DISTWRAP_STRATEGY=zero1",
     "ray_train": "DISTWRAP_LAUNCHER=fork",
 }
 

@@ -26,7 +26,7 @@ from tests.faults.program import compute, strike
 STRATEGIES: dict[str, tuple[Any, int]] = {
     "fsdp": ("fsdp", 2),
     "hsdp": (FSDPStrategy(shard=2), 4),
-    "zero2": ("zero2", 2),
+    "zero1": ("zero1", 2),
     "tp": ("tp", 2),
     "fsdp+tp": (FSDPStrategy(tensor_parallel=2), 4),
     "pipeline": ("pipeline", 2),

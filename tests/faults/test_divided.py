@@ -16,7 +16,7 @@ from tests.slow import nightly
 HERE = [
     DividedCell("fsdp", "rank 1", "raise in a backward"),
     DividedCell("fsdp", "rank 1", "step alone"),
-    DividedCell("zero2", "rank 0", "SIGKILL in a save"),
+    DividedCell("zero1", "rank 0", "SIGKILL in a save"),
     DividedCell("tp", "rank 1", "catch and go on"),
     DividedCell("pipeline", "rank 0", "SIGKILL in a load of parts"),
     DividedCell("pipeline", "rank 1", "infinite loop"),
@@ -24,7 +24,7 @@ HERE = [
 LATER = [
     DividedCell("fsdp", "rank 0", "evaluate alone"),
     DividedCell("hsdp", "rank 1", "SIGKILL in a block"),
-    DividedCell("zero2", "rank 1", "raise before a step"),
+    DividedCell("zero1", "rank 1", "raise before a step"),
     DividedCell("tp", "rank 0", "other batch"),
     DividedCell("fsdp+tp", "rank 0", "SIGKILL in a backward"),
     DividedCell("pipeline", "rank 0", "raise in a backward"),

@@ -41,7 +41,7 @@ def trained(strategy: str, *, closure: bool, rank: int | None = None) -> list[fl
     model: Any = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     if rank is not None:
         model = dw.wrap_model(model, strategy=strategy)
-    optimizer = Clamped(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = dw.wrap_optimizer(Clamped(model.parameters(), lr=0.1, momentum=0.9), scope="element")
     batch = torch.randn(4, 4, dtype=torch.float64)[slice(None) if rank is None else slice(rank, None, 2)]
 
     def loss() -> torch.Tensor:

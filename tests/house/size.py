@@ -37,9 +37,9 @@ def _strategies(words: str) -> tuple[str, ...]:
 # A row is raised by a commit of its own, which gives the reason. The comment says which part of halving the package
 # takes it to its goal.
 ROWS = {
-    "modules": Row(1850 - 190, 2572, 2162, ("",)),  # falls with part 3
-    "protocols": Row(190, 150, 184, ("protocols.py",)),
-    "_internals": Row(650, 1269, 1293, ("_internals/",)),  # part 1
+    "modules": Row(1850 - 190, 2568, 2162, ("",)),  # falls with part 3
+    "protocols": Row(190, 148, 181, ("protocols.py",)),
+    "_internals": Row(650, 1259, 1284, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2179, 2082, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
     "comm": Row(1250, 1747, 1778, ("comm/",)),  # part 1
@@ -58,7 +58,7 @@ ROWS = {
     "timing": Row(650, 832, 786, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1281, 1183, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
-        430, 848, 823, _strategies("zero.py gradient_share.py optimizer_s owned_tensors.py separable.py")
+        430, 525, 472, _strategies("zero.py optimizer_s owned_tensors.py separable.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
         1600, 2762, 2616,
@@ -69,9 +69,9 @@ ROWS = {
     ),  # part 2
     "strategies: pipeline": Row(800, 1979, 1864, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
-    "strategies: engines": Row(1100, 2184, 1943, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
+    "strategies: engines": Row(1100, 2181, 1942, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 416, 290
+FILES, FILES_GOAL = 415, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100

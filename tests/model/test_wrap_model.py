@@ -190,7 +190,7 @@ def module_of_wrapped(strategy: str) -> None:
         assert [*model.state_dict()] == [*net.state_dict()], strategy
 
 
-ALIKE = ("ddp", "zero1", "zero2", "fsdp", "tp", "pipeline")
+ALIKE = ("ddp", "zero1", "fsdp", "tp", "pipeline")
 
 
 def test_the_users_model_is_module_with_one_rank() -> None:

@@ -320,7 +320,7 @@ def refused() -> None:
     model.not_trained(x, y, 1.0)
     with pytest.raises((ModelError, CollectiveError), match=r"waits for .* with a gradient|raised in a forward"):
         model.not_trained(x, y, -1.0)
-    optimizer = Looking(model.parameters(), lr=0.1)
+    optimizer = dw.wrap_optimizer(Looking(model.parameters(), lr=0.1), scope="element")
     model.loss(x, y).backward()
     with pytest.raises(ValueError, match="not yet"):
         optimizer.step()

@@ -133,7 +133,7 @@ CELLS = [
         *(slow(*cell, why="measures loops of some seconds") for cell in CELLS[1:]),
         *(
             nightly(options, place, "loader", row="products", why=SAME)
-            for options in ({"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "tp"}, {"comm": "powersgd"})
+            for options in ({"strategy": "zero1"}, {"strategy": "tp"}, {"comm": "powersgd"})
             for place in ("forward", "backward")
         ),
         nightly(

@@ -29,8 +29,8 @@ from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.deepspeed.config import on_nvme
 from distwrap.strategies.deepspeed.gradients import EngineGradient
 from distwrap.strategies.deepspeed.package import environment, forget_group, import_deepspeed, quiet, without_compiler
+from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.strategies.optimizer_share import refuse_whole
-from distwrap.strategies.separable import refuse_mixing, refuse_shaped
 
 
 class ModelEngine:
@@ -57,8 +57,7 @@ class ModelEngine:
         self, net: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: World, *, verbose: bool
     ) -> None:
         refuse_whole(optimizer, in_pieces=True)
-        refuse_mixing(optimizer)
-        refuse_shaped(optimizer)
+        refuse_scope(optimizer, ("element",))
         self.net, self.optimizer, self.rank = net, ref(optimizer), world.placement.rank
         self.stage: int = config["zero_optimization"]["stage"]
         self.is_on_nvme = "optimizer" in on_nvme(config)
@@ -240,7 +239,7 @@ class ModelEngine:
         if len(optimizer.param_groups) != self._groups:
             raise ModelError(
                 f"{type(optimizer).__name__} was given another group of parameters after its engine was made, "
-                "and DeepSpeed cannot add one. Make the optimizer with all groups, or use strategy='zero2'."
+                "and DeepSpeed cannot add one. Make the optimizer with all groups, or use strategy='zero1'."
             )
         _take_options(_filled(optimizer), self.inner.param_groups)
         self._take_back()
@@ -326,7 +325,7 @@ def optimizer_of(net: nn.Module) -> Optimizer | None:
         kinds = ", ".join(sorted(type(each).__name__ for each in found))
         raise ModelError(
             f"{type(net).__name__} has {len(found)} optimizers ({kinds}), and an engine of DeepSpeed has one. "
-            "Make one optimizer with a group of parameters for each rate, or use strategy='zero2'."
+            "Make one optimizer with a group of parameters for each rate, or use strategy='zero1'."
         )
     return found[0] if found else None
 

@@ -118,9 +118,7 @@ class DeepSpeedStrategy(Strategy):
         return current_world().placement.world_size > 1
 
     def check(self, run: Options) -> None:
-        require_package(
-            "deepspeed", "strategy='deepspeed'", "strategy='zero1', 'zero2' or 'fsdp', which need no extra package"
-        )
+        require_package("deepspeed", "strategy='deepspeed'", "strategy='zero1' or 'fsdp', which need no extra package")
         if run.comm is not None:
             raise OptionError("comm= does not go with strategy='deepspeed', which exchanges by itself. Leave it out.")
         if run.precision not in _PRECISIONS:
@@ -296,6 +294,6 @@ def _refuse(net: nn.Module) -> None:
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
                 f"the parameter {name!r} is in {parameter.dtype}, and DeepSpeed trains a copy in float32: it would be "
-                f"rounded. Use model.float(), or strategy='zero2' or 'fsdp'."
+                f"rounded. Use model.float(), or strategy='zero1' or 'fsdp'."
             )
     refuse_sparse(net, "strategy='deepspeed'")

@@ -74,7 +74,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         mesh, tensor_mesh = _meshes_of_layout(world, strategy)
     if mesh is not None and wrapping.device.type == "cpu":
         why = "torch's FSDP2 runs on accelerators only, or not with copies"
-        require_torch("strategy='fsdp' on the CPU", FSDP_ON_CPU_SINCE, why, "strategy='zero2'")
+        require_torch("strategy='fsdp' on the CPU", FSDP_ON_CPU_SINCE, why, "strategy='zero1'")
     units = units_of(net, strategy.wrap)
     parameters = dict(net.named_parameters(remove_duplicate=False))
     before = BeforeFSDP(net)
@@ -252,7 +252,7 @@ def _refuse(net: nn.Module) -> None:
         if not parameter.dim():
             raise ModelError(
                 f"the parameter {name!r} is a single number without a dimension, which cannot be divided. Give "
-                "it one dimension, as nn.Parameter(torch.tensor([1.0])), or use strategy='zero2'."
+                "it one dimension, as nn.Parameter(torch.tensor([1.0])), or use strategy='zero1'."
             )
         if has_gradient_hook(parameter):
             raise ModelError(

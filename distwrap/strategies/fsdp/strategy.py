@@ -117,7 +117,7 @@ class FSDPStrategy(Strategy):
     def _check_torch(self) -> None:
         if self.tensor_parallel is not None:
             why = "states of cut tensors did not come out whole (tried up to 2.8)"
-            require_torch("tensor parallelism", MODEL_PARALLEL_SINCE, why, "strategy='zero2'")
+            require_torch("tensor parallelism", MODEL_PARALLEL_SINCE, why, "strategy='zero1'")
 
     def setup(self, world: World) -> Layout | None:
         if self.tensor_parallel is None:

@@ -24,12 +24,12 @@ from distwrap.model.wrapped_models import WrappedModels, parameters_of
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.meshes import mesh_over
+from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.strategies.pipeline.absent import Absent, is_here, is_in_step
 from distwrap.strategies.pipeline.blocks import find_chain
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.state import States
-from distwrap.strategies.separable import refuse_mixing
 from distwrap.strategies.single import local
 from distwrap.versions import PIPELINE_SINCE, require_torch
 from distwrap.wording import named_ranks, unknown_name
@@ -95,7 +95,7 @@ class PipelineStrategy(Strategy):
 
     def check(self, run: Options) -> None:
         why = "torch's schedules do not wait for all that stages exchange"
-        require_torch("strategy='pipeline'", PIPELINE_SINCE, why, "strategy='zero2'")
+        require_torch("strategy='pipeline'", PIPELINE_SINCE, why, "strategy='zero1'")
         if run.comm is not None:
             raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
 
@@ -228,16 +228,16 @@ class StageOptimizers(RunPart):
     """Hooks on steps of optimizers of models in stages, in which they see no absent gradient."""
 
     def __init__(self, world: World) -> None:
-        self._tried: WeakSet[Optimizer] = WeakSet()
+        self._taken: WeakSet[Optimizer] = WeakSet()
         steps = world.part(OptimizerSteps)
         steps.listen(Phase.BEGIN, self._begin)
         steps.listen(Phase.END, self._end)
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
         _refuse_whole(optimizer)
-        if optimizer not in self._tried and _holds_absent(optimizer):
-            refuse_mixing(optimizer)
-            self._tried.add(optimizer)
+        if optimizer not in self._taken and _holds_absent(optimizer):
+            refuse_scope(optimizer)
+            self._taken.add(optimizer)
         frame = _frame_of_step()
         if frame is not None and not is_in_step(frame):  # a base class's step is part of it
             Absent.step, Absent.asked = frame, False
