@@ -47,16 +47,11 @@ def watched(
     @wraps(real_backward)
     def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         real_backward(tensors, *args, **kwargs)
-        losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        losses = [tensors] if isinstance(tensors, Tensor) else tensors
         backward([float(each.detach()) for each in losses if each.numel() == 1])
 
-    with replaced(
-        [
-            (nn.Module, "__call__", call),
-            (torch.autograd, "backward", run_backward),
-            (DataLoader, "__iter__", lambda loader: epoch(real_iter(loader))),
-        ]
-    ):
+    changes = [(nn.Module, "__call__", call), (torch.autograd, "backward", run_backward)]
+    with replaced([*changes, (DataLoader, "__iter__", lambda loader: epoch(real_iter(loader)))]):
         yield
 
 

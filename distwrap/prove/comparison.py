@@ -10,10 +10,9 @@ from decimal import Decimal
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from distwrap.prove.catalogue import BY_NAME, CATALOGUE, is_ignored
-from distwrap.prove.observer import Seen, Step
+from distwrap.prove.observer import Seen, Sketch, Step
 from distwrap.prove.world import World
 from distwrap.wording import named_ranks
 
@@ -133,18 +132,20 @@ def _first(one: World, several: World, found: Comparison) -> Difference:
             break
         difference = _of_step(number + 1, step, theirs, found, alone)
         size = sum(step.samples.values())
-        if difference.mistake in _UNEVEN and size % len(ranks) and size < whole:
-            found.notes.append(f"a last batch of {size} samples has uneven parts, from where nothing was compared")
-            return Difference()
-        if difference.mistake:
-            return difference
-        if not found.is_comparable:
+        if difference is None:
+            found.steps += 1
+        elif not difference.mistake:
+            found.is_comparable = False
             found.notes.append(
                 f"in step {number + 1} the ranks train on data, or draw random numbers, that one process never sees: "
                 "from there on nothing can be compared"
             )
+            return difference
+        elif difference.mistake in _UNEVEN and size % len(ranks) and size < whole:
+            found.notes.append(f"a last batch of {size} samples has uneven parts, from where nothing was compared")
             return Difference()
-        found.steps += 1
+        else:
+            return difference
     counts = [len(seen.steps) for seen in ranks]
     if several.error:
         named = [each.name for each in CATALOGUE if f"({each.id})" in several.error]
@@ -160,7 +161,8 @@ def _first(one: World, several: World, found: Comparison) -> Difference:
     return _of_output(alone, ranks, found)
 
 
-def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference:
+def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference | None:
+    """Return how a step differs, without a mistake where it cannot be compared; ``None`` where it does not."""
     place = several[0].place
 
     def of_weights(kind: str, words: str, size: float | None = None) -> Difference | None:
@@ -181,7 +183,6 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     if difference := of_weights("begun", "the weights of {}, before"):
         return difference
     if difference := _of_gradients(number, one, several, samples, alone):
-        found.is_comparable = bool(difference.mistake)
         return difference
     found.compared["gradients"] += len(one.gradients)
     # Adam makes steps of any size from gradients that are zero but for rounding: float64 decides.
@@ -202,7 +203,7 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     found.compared["optimizer state"] += len(one.state)
     loss = sum(sum(each.losses) for each in several) / len(several)
     found.compared["losses"] += bool(one.losses) and not _apart_in_numbers([sum(one.losses)], [loss], tolerance, 0)
-    return Difference()
+    return None
 
 
 def _of_samples(one: Step, several: list[Step], found: Comparison, alone: Seen) -> str:
@@ -230,26 +231,24 @@ def _of_gradients(number: int, one: Step, several: list[Step], samples: str, alo
         return Difference()
     differ = at_step if by_hand or not before else before
     ratio = _common_ratio(differ)
-    words = "" if ratio is None else f"{ratio:.3f} times those of one process"
     losses = [sum(each.losses) for each in several]
-    if len(set(losses)) > 1 and _are_apart("gradients", at_step, several):
-        mistake, words = "not-exchanged", f"each rank has its own (loss {', '.join(f'{each:.4g}' for each in losses)})"
-    elif not before:
-        mistake = "gradients-changed"
-        words = words or "they were alike after the backward, and are not in the step"
-    elif ratio is not None and math.isclose(ratio, len(several), rel_tol=0.01):
-        mistake = "multiplied-by-ranks"
-    elif ratio is not None and math.isclose(ratio * len(several), 1, rel_tol=0.01):
-        mistake = "divided-by-ranks"
-    elif samples in BY_NAME:
-        mistake, words = samples, words or "they are of other samples"
-    elif alone.statistics:
-        mistake, words = "batch-statistics", words or "the ranks' parts of a batch are normalized apart"
-    else:
-        mistake, words = "uneven-mean", words or "they are no multiple of those of one process"
+    own = ", ".join(f"{each:.4g}" for each in losses)
+    is_apart = len(set(losses)) > 1 and _are_apart("gradients", at_step, several)
+    causes = (
+        ("not-exchanged", is_apart, f"each rank has its own (loss {own})"),
+        ("gradients-changed", not before, "they were alike after the backward, and are not in the step"),
+        ("multiplied-by-ranks", math.isclose(ratio or 0.0, len(several), rel_tol=0.01), ""),
+        ("divided-by-ranks", math.isclose((ratio or 0.0) * len(several), 1.0, rel_tol=0.01), ""),
+        (samples, samples in BY_NAME, "they are of other samples"),
+        ("batch-statistics", alone.statistics, "the ranks' parts of a batch are normalized apart"),
+        ("uneven-mean", True, "they are no multiple of those of one process"),
+    )
+    mistake, how = next((name, words) for name, holds, words in causes if holds)
+    if ratio is not None and not is_apart:
+        how = f"{ratio:.3f} times those of one process"
     what = f"the gradients of {_names(list(differ), one.gradients)}"
     place = several[0].backward or several[0].place
-    return Difference(mistake, number, place, what, words, _size(differ), ratio)
+    return Difference(mistake, number, place, what, how, _size(differ), ratio)
 
 
 def _of_output(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference:
@@ -281,26 +280,26 @@ def _differing(kind: str, one: Step, several: list[Step], number: int) -> _Diffe
     differ: _Differing = {}
     for name, tensor in mine.items():
         if kind == "changes":  # which may be too little to be seen in the weight itself
-            limit = _SMALL * _norm(tensor) + 16 * _epsilon(one.weights[name]) * _norm(one.weights[name])
+            limit = _SMALL * _norm(tensor) + 16 * tensor.epsilon * _norm(one.weights[name])
         else:
             limit = _relative(tensor, number) * max(_norm(tensor), least)
         there = {rank: each[name] for rank, each in enumerate(theirs) if name in each}
         if not there and kind != "changes" and _norm(tensor) > least:
-            there = {0: torch.zeros_like(tensor)}
+            there = {0: tensor._replace(values=torch.zeros_like(tensor.values))}
         if apart := {rank: found for rank, each in there.items() if (found := _apart(tensor, each, limit))}:
             differ[name] = apart
     return differ
 
 
-def _apart(one: Tensor, other: Tensor, limit: float) -> _Apart | None:
+def _apart(one: Sketch, other: Sketch, limit: float) -> _Apart | None:
     if one.shape != other.shape:
         return _Apart(float("nan"), 1.0)
-    a, b = one.double().flatten(), other.double().flatten()
-    size, difference = _norm(a), _norm(a - b)
+    a, b = one.values, other.values
+    size, difference = float(a.norm()), float((a - b).norm())
     if difference <= limit:
         return None
     ratio = float(a @ b) / size**2 if size else float("nan")
-    is_multiple = size and _norm(b - ratio * a) <= 50 * limit / size * _norm(b)
+    is_multiple = size and float((b - ratio * a).norm()) <= 50 * limit / size * float(b.norm())
     return _Apart(ratio if is_multiple else float("nan"), min(1.0, difference / max(size, 1e-30)))
 
 
@@ -348,23 +347,19 @@ def _size(differ: _Differing) -> float:
 
 def _distance(one: Step, other: Step) -> float:
     pairs = [(each, other.begun[name]) for name, each in one.begun.items() if name in other.begun]
-    return sum(_norm(a.double() - b.double()) for a, b in pairs if a.shape == b.shape)
+    return sum(float((a.values - b.values).norm()) for a, b in pairs if a.shape == b.shape)
 
 
 def _tolerance(number: int) -> float:
     return 1e-3 * math.sqrt(number + 1)
 
 
-def _relative(tensor: Tensor, number: int) -> float:
-    return max(_EPSILONS * _epsilon(tensor), _LEAST) * (number + 1)
+def _relative(tensor: Sketch, number: int) -> float:
+    return max(_EPSILONS * tensor.epsilon, _LEAST) * (number + 1)
 
 
-def _epsilon(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype if tensor.is_floating_point() else torch.float32).eps
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.double().norm())
+def _norm(tensor: Sketch) -> float:
+    return float(tensor.values.norm())
 
 
 def _names(differ: list[str], everything: Iterable[str]) -> str:

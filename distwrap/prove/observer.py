@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import linecache
 import math
@@ -13,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,27 @@ from distwrap.supervision import stacks
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-Tensors = dict[str, Tensor]
+_KEPT = 256  # numbers of a tensor
+
+
+class Sketch(NamedTuple):
+    """What is kept of a tensor: its numbers, or where they are many, sums of some with signs drawn once for all.
+
+    A difference of two sketches is that of the tensors, and has about its norm. Source: the count sketch of Charikar,
+    Chen and Farach-Colton, Finding frequent items in data streams, 2002.
+
+    Attributes:
+        values: in float64.
+        epsilon: of the tensor's own type.
+        shape: its own.
+    """
+
+    values: Tensor
+    epsilon: float
+    shape: torch.Size
+
+
+Sketches = dict[str, Sketch]
 
 
 @dataclass
@@ -57,19 +76,18 @@ class Step:
     samples: Counter[int] = field(default_factory=Counter)
     draws: bool = False
     options: dict[str, list[float]] = field(default_factory=dict)
-    begun: Tensors = field(default_factory=dict)
-    after_backward: Tensors = field(default_factory=dict)
-    gradients: Tensors = field(default_factory=dict)
-    weights: Tensors = field(default_factory=dict)
+    begun: Sketches = field(default_factory=dict)
+    after_backward: Sketches = field(default_factory=dict)
+    gradients: Sketches = field(default_factory=dict)
+    weights: Sketches = field(default_factory=dict)
     state: dict[str, list[float]] = field(default_factory=dict)
-    buffers: Tensors = field(default_factory=dict)
+    buffers: Sketches = field(default_factory=dict)
 
     @property
-    def changes(self) -> Tensors:
+    def changes(self) -> Sketches:
         """What it has changed in the weights."""
-        # The names are others where an optimizer steps within another's step.
-        both = [(name, each, self.begun[name]) for name, each in self.weights.items() if name in self.begun]
-        return {name: a.double() - b.double() for name, a, b in both if a.shape == b.shape}
+        pairs = [(name, each, self.begun.get(name)) for name, each in self.weights.items()]
+        return {name: a._replace(values=a.values - b.values) for name, a, b in pairs if b and a.shape == b.shape}
 
 
 @dataclass
@@ -80,7 +98,7 @@ class Seen:
         steps: of its optimizers, in order.
         printed: numbers that it has printed, as they stand there, by the line of the user's.
         switched_off: what was not done: dropout on some lines, and approximate exchanges.
-        statistics: how many modules have normalized by the statistics of a batch.
+        statistics: whether modules normalize by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
         returned: numbers in what its function has returned.
         has_ended: whether it has come to the end of the script.
@@ -90,7 +108,7 @@ class Seen:
     steps: list[Step] = field(default_factory=list)
     printed: list[tuple[str, list[str]]] = field(default_factory=list)
     switched_off: set[str] = field(default_factory=set)
-    statistics: int = 0
+    statistics: bool = False
     evaluations: int = 0
     returned: list[float] | None = None
     has_ended: bool = False
@@ -98,18 +116,12 @@ class Seen:
 
 
 class _Rank:
-    """Observer of one rank.
+    """Observer of one rank."""
 
-    Args:
-        kept: tensors of this world, by what they hold: most of them are alike on all ranks.
-    """
-
-    def __init__(self, kept: dict[bytes, Tensor]) -> None:
-        self.seen, self.next, self._kept = Seen(), Step(), kept
+    def __init__(self) -> None:
+        self.seen, self.next = Seen(), Step()
         self.epochs = Counter[str]()  # at each line that has trained with a loader
-        self._roots: dict[int, nn.Module] = {}
-        self._inner, self._normalizing = set[int](), dict[int, nn.Module]()
-        self._names: dict[int, str] = {}
+        self._roots, self._inner, self._names = dict[int, nn.Module](), set[int](), dict[int, str]()
         self._random: Tensor | None = None  # torch's state after the last step, or before the first forward
 
     def place(self) -> str:
@@ -124,9 +136,6 @@ class _Rank:
 
     def call(self, module: nn.Module, given: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
-        if isinstance(module, _BATCH_NORM) and module.training:
-            self._normalizing[id(module)] = module
-            self.seen.statistics = len(self._normalizing)
         if id(module) not in self._roots:
             if id(module) in self._inner:
                 return
@@ -156,9 +165,9 @@ class _Rank:
         self.next.losses += losses
         self.next.backward = self.place()
         parameters = [parameter for root in self._roots.values() for parameter in root.parameters()]
-        self.next.after_backward = self._copies(
-            {self._names.get(id(each), ""): each.grad for each in parameters if each.grad is not None}
-        )
+        self.next.after_backward = {
+            self._names.get(id(each), ""): _sketch(each.grad) for each in parameters if each.grad is not None
+        }
 
     def begin_step(self, optimizer: Optimizer) -> None:
         step, named = self.next, self._named(optimizer)
@@ -166,8 +175,8 @@ class _Rank:
         self.next = Step(backward=step.backward, after_backward=step.after_backward)  # maybe of two optimizers
         step.place = self.place()
         step.draws = self._random is not None and not torch.equal(self._random, torch.get_rng_state())
-        step.begun = self._copies(named)
-        step.gradients = self._copies({name: each.grad for name, each in named.items() if each.grad is not None})
+        step.begun = {name: _sketch(each) for name, each in named.items()}
+        step.gradients = {name: _sketch(each.grad) for name, each in named.items() if each.grad is not None}
         those = step.after_backward.items()
         step.after_backward = {name: each for name, each in those if name in step.gradients}
         for group in optimizer.param_groups:
@@ -177,23 +186,17 @@ class _Rank:
 
     def end_step(self, optimizer: Optimizer) -> None:
         step, named, self._random = self.seen.steps[-1], self._named(optimizer), torch.get_rng_state()
-        step.weights = self._copies(named)
+        step.weights = {name: _sketch(each) for name, each in named.items()}
         for name, each in named.items():
             state = optimizer.state.get(each, {}).values()
             step.state[name] = [float(value.double().abs().sum()) for value in state if type(value) is Tensor]
-        running = {id(buffer) for module in self._normalizing.values() for buffer in module.buffers()}
+        modules = [module for root in self._roots.values() for module in root.modules()]
+        normalizing = [each for each in modules if isinstance(each, _BATCH_NORM) and each.training]
+        running = {id(buffer) for module in normalizing for buffer in module.buffers()}
+        self.seen.statistics |= bool(normalizing)
         for root in self._roots.values():
             those = strip_module_prefix(dict(root.named_buffers())).items()
-            step.buffers |= self._copies({name: each for name, each in those if id(each) not in running})
-
-    def _copies(self, values: dict[str, Any]) -> Tensors:
-        """Return copies of tensors, of which all that hold the same are one."""
-        copies: Tensors = {}
-        for name, value in values.items():
-            whole = _whole(value)
-            what = f"{whole.dtype} {whole.shape}".encode() + _bytes(whole.contiguous())
-            copies[name] = self._kept.setdefault(hashlib.blake2b(what).digest(), whole)
-        return copies
+            step.buffers |= {name: _sketch(each) for name, each in those if id(each) not in running}
 
     def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -212,12 +215,11 @@ class Observer:
     """
 
     def __init__(
-        self, rank: Callable[[], int], enough: Callable[[], None], *, steps: int, epochs: int, double: bool
+        self, rank: Callable[[], int], enough: Callable[[], None], steps: int, epochs: int, double: bool
     ) -> None:
         self._rank, self._enough, self._double = rank, enough, double
         self._steps, self._epochs = math.inf if epochs else steps, epochs or math.inf
         self._ranks: dict[int, _Rank] = {}
-        self._kept: dict[bytes, Tensor] = {}
 
     @property
     def seen(self) -> dict[int, Seen]:
@@ -226,7 +228,7 @@ class Observer:
 
     def here(self) -> _Rank:
         """Return what is known of the rank whose turn it is."""
-        return self._ranks.setdefault(self._rank(), _Rank(self._kept))
+        return self._ranks.setdefault(self._rank(), _Rank())
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -305,3 +307,13 @@ def _whole(value: Any) -> Tensor:
     value = value.detach()
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return (whole.to_dense() if whole.layout != torch.strided else whole).to("cpu", copy=True)
+
+
+def _sketch(value: Any) -> Sketch:
+    whole = _whole(value)
+    values = whole.double().flatten()
+    if (count := len(values)) > _KEPT:
+        drawn = torch.randint(2, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int8, device="cpu")
+        values = nn.functional.pad(values * (2 * drawn - 1), (0, -count % _KEPT)).view(-1, _KEPT).sum(0)
+    kind = whole.dtype if whole.is_floating_point() else torch.float32
+    return Sketch(values, torch.finfo(kind).eps, whole.shape)

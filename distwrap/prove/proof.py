@@ -15,6 +15,7 @@ from distwrap.errors import OptionError
 from distwrap.group.setup import import_before_group
 from distwrap.prove.catalogue import BY_NAME
 from distwrap.prove.comparison import Comparison, compare
+from distwrap.prove.observer import Seen
 from distwrap.prove.world import Program, World, common_batch, folder, run
 
 _ROUNDING = 0.05  # share of a tensor, below which a difference is looked at in float64 too
@@ -147,7 +148,9 @@ def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
             is_refused = several.error and not any(seen.steps for seen in several.seen.values())
             (refused if is_refused else comparisons).append(found)
     if comparisons:
-        notes = {f"{each.name} fail before their first step: {_last_line(each)}" for each in refused}
+        notes = {
+            f"{each.name} fail before their first step: {each.difference.how.splitlines()[-1]}" for each in refused
+        }
     comparisons = comparisons or refused
     wrong = [each.difference for each in comparisons if each.difference.mistake]
     seen = sum(each.compared["gradients"] + each.compared["returned numbers"] for each in comparisons)
@@ -158,20 +161,13 @@ def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
     return Proof(verdict, comparisons, _notes(program, one) + sorted(notes))
 
 
-def _last_line(refused: Comparison) -> str:
-    return refused.difference.how.splitlines()[-1]
-
-
 def _notes(program: Program, one: World) -> list[str]:
-    notes, seen = [], one.seen.get(0)
-    if changed := [size for size in sorted(one.sizes) if (program.batch or common_batch(size)) != size]:
-        sizes = ", ".join(f"{size} is {program.batch or common_batch(size)}" for size in changed)
-        notes.append(f"the batch of all ranks together is one that 2, 3 and 4 divide: {sizes}")
-    if seen is not None:
-        if seen.switched_off:
-            notes.append(f"switched off: {', '.join(sorted(seen.switched_off)[:3])}")
-        if not seen.evaluations:
-            notes.append("no evaluation was seen")
-        if not seen.has_ended:
-            notes.append("the end of the loop was not seen")
-    return notes
+    seen, size_of = one.seen.get(0, Seen()), {size: program.batch or common_batch(size) for size in sorted(one.sizes)}
+    sizes = ", ".join(f"{size} is {common}" for size, common in size_of.items() if size != common)
+    notes = {
+        f"the batch of all ranks together is one that 2, 3 and 4 divide: {sizes}": sizes,
+        f"switched off: {', '.join(sorted(seen.switched_off)[:3])}": seen.switched_off,
+        "no evaluation was seen": not seen.evaluations,
+        "the end of the loop was not seen": not seen.has_ended,
+    }
+    return [note for note, holds in notes.items() if holds]

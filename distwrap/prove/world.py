@@ -117,11 +117,11 @@ class Program:
         nodes = list(ast.walk(ast.parse(Path(self.script).read_bytes())))
         ours = {"distwrap", *(each.asname for each in nodes if isinstance(each, ast.alias) and each.name == "distwrap")}
         taken = [each for each in nodes if isinstance(each, ast.ImportFrom) and str(each.module).startswith("distwrap")]
-        return any(each.name in ("distributed", "*") for node in taken for each in node.names) or any(
-            node.attr == "distributed" and getattr(node.value, "id", "") in ours
-            for node in nodes
-            if isinstance(node, ast.Attribute)
-        )
+        names = {each.name for node in taken for each in node.names}
+        names |= {
+            each.attr for each in nodes if isinstance(each, ast.Attribute) and getattr(each.value, "id", "") in ours
+        }
+        return not names.isdisjoint(("distributed", "*"))
 
 
 @contextlib.contextmanager
@@ -217,9 +217,7 @@ class _Child:
         self._allowed = [str(folder), os.devnull, "/dev/shm", "/proc/self"]
         if program.real:
             self._allowed.append("('127.0.0.1'")  # where its ranks meet
-        self._observer = Observer(
-            self._rank_now, self._enough, steps=program.steps, epochs=program.epochs, double=program.double
-        )
+        self._observer = Observer(self._rank_now, self._enough, program.steps, program.epochs, program.double)
 
     def run(self) -> NoReturn:
         """Run the program, and end this process."""

@@ -24,6 +24,7 @@ from distwrap.cli import main
 from distwrap.comm import PowerSGD
 from distwrap.errors import ProofError
 from distwrap.network.waiting import wait_until
+from distwrap.prove import world
 from distwrap.prove.proof import prove as proven
 from distwrap.prove.world import Program
 from distwrap.testing import prove
@@ -321,3 +322,26 @@ def test_a_real_rank_that_stands_still() -> None:
     """It is ended when the run's own limit is over."""
     with pytest.raises(ProofError, match="DW501"):
         prove(dw.distributed(timeout=4)(stands_still), ranks=[2], steps=1, real=True)
+
+
+def wide(wrong: int = 0) -> None:
+    torch.manual_seed(0)
+    model = dw.wrap_model(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in shard_loader(DataLoader(TensorDataset(torch.randn(24, 64)), batch_size=12)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if wrong and dw.world_size() > 1:
+            model.weight.grad[:wrong] *= 2
+        optimizer.step()
+
+
+def test_a_large_model() -> None:
+    """No more than some numbers of a tensor are kept, by which a difference is still seen."""
+    assert prove(wide, ranks=[2]).verdict == "equal"
+    for rows, words in ((1, "they were alike after the backward"), (64, "2.000 times")):
+        with pytest.raises(ProofError, match=f"only weight at .*\\n.*on 2 ranks: {words}(.*\\n)*.*DW105"):
+            prove(wide, rows, ranks=[2])
+    with world.folder() as folder:
+        (step, _) = world.run(Program(function=wide), 1, folder).seen[0].steps
+    assert [len(each.values) for each in step.begun.values()] == [256, 64]
