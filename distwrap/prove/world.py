@@ -42,6 +42,7 @@ from distwrap.testing.simulation.script import failure_of
 from distwrap.wording import named_ranks
 
 _KIND = "proof"  # of our temporary folders
+_FILES = "files"  # the loop's folder in its world's
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _PATHS = (str, bytes, os.PathLike)
 # What changes something, and which of the audit event's arguments say where.
@@ -161,15 +162,13 @@ def run(program: Program, ranks: int, folder: Path) -> World:
     Raises:
         LaunchError: a child has ended without a word, or none in time.
     """
-    own = folder / "files"
-    own.mkdir(parents=True, exist_ok=True)
-    found = [folder / f"{rank}.pt" for rank in range(ranks if program.real else 1)]
-    port = 0
+    (folder / _FILES).mkdir(parents=True, exist_ok=True)
+    found, port = [folder / f"{rank}.pt" for rank in range(ranks if program.real else 1)], 0
     if program.real:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
     fork = multiprocessing.get_context("fork").Process
-    children = [fork(target=_Child(program, ranks, own, found, rank, port).run) for rank in range(len(found))]
+    children = [fork(target=_Child(program, ranks, found, rank, port).run) for rank in range(len(found))]
     with contextlib.ExitStack() as stack:
         for child in children:
             child.start()
@@ -205,18 +204,16 @@ class _Child:
     Args:
         program: what it runs.
         ranks: of its world.
-        folder: in which it runs.
-        found: the files in which the children say what they did.
+        found: the files in which the children say what they did, beside the folder in which they run.
         rank: its own number.
         port: at which ranks meet that are processes.
     """
 
-    def __init__(self, program: Program, ranks: int, folder: Path, found: list[Path], rank: int, port: int) -> None:
-        self._program, self._folder, self._found, self._rank, self._port = program, folder, found, rank, port
+    def __init__(self, program: Program, ranks: int, found: list[Path], rank: int, port: int) -> None:
+        self._program, self._found, self._rank, self._port = program, found, rank, port
         self._world, self._done, self._seconds = World(ranks), set[int](), _SECONDS
-        self._allowed = [str(folder), os.devnull, "/dev/shm", "/proc/self"]
-        if program.real:
-            self._allowed.append("('127.0.0.1'")  # where its ranks meet
+        meeting = ("('127.0.0.1'",) if program.real else ()  # of its ranks
+        self._allowed = (str(found[0].parent), os.devnull, "/dev/shm", "/proc/self", *meeting)
         self._observer = Observer(self._rank_now, self._enough, program.steps, program.epochs, program.double)
 
     def run(self) -> NoReturn:
@@ -224,8 +221,8 @@ class _Child:
         program, ranks = self._program, self._world.ranks
         tie_to_parent()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.chdir(self._folder)
-        tempfile.tempdir = str(self._folder)
+        os.chdir(self._found[0].with_name(_FILES))
+        tempfile.tempdir = os.getcwd()
         changes: list[tuple[Any, str, Any]] = [
             (loaders, "shard", _shard),
             (DDPStrategy, "prepare_model", self._exact(DDPStrategy.prepare_model)),
@@ -252,12 +249,12 @@ class _Child:
                 replaced(changes),
                 self._observer.watching(),
             ):
-                returned = self._start()
-            self._observer.here().seen.returned = numbers_in(returned)
-            for seen in self._observer.seen.values():
-                seen.has_ended = True
+                self._observer.here().seen.returned = numbers_in(self._start())
         except BaseException as error:  # noqa: BLE001 - told to the parent
-            self._world.error = _in_words(error)
+            if not isinstance(error, SystemExit) or error.code not in (None, 0):
+                self._world.error = _in_words(error)
+        for seen in self._observer.seen.values():
+            seen.has_ended = not self._world.error
         self._end()
 
     def _start(self) -> Any:
@@ -268,11 +265,7 @@ class _Child:
             function = program.function if is_decorated else sys.modules["distwrap"].distributed()(program.function)
             return function(*program.arguments, **program.keywords)
         if program.is_decorated or program.real:
-            try:
-                runpy.run_path(program.script, run_name="__main__")
-            except SystemExit as error:
-                if error.code not in (None, 0):
-                    raise
+            runpy.run_path(program.script, run_name="__main__")
         elif failure := failure_of(program.script, self._world.ranks, sys.argv[1:]):
             raise LaunchError(failure)
         return None
@@ -280,7 +273,6 @@ class _Child:
     def _end(self) -> NoReturn:
         self._world.seen = self._observer.seen
         own = self._found[self._rank]
-        self._allowed.append(str(own.parent))
         for _ in range(2):
             torch.save(self._world, own.with_suffix(".part"))
             own.with_suffix(".part").replace(own)
@@ -337,7 +329,7 @@ class _Child:
         changes = args[2] & _WRITES if event == "open" else event in _CHANGES
         for each in args[_CHANGES.get(event, slice(0, 1))] if changes else ():
             text = os.path.abspath(os.fsdecode(each)) if isinstance(each, _PATHS) else str(each)
-            if isinstance(each, int) or text.startswith(tuple(self._allowed)) or "__pycache__" in text:
+            if isinstance(each, int) or text.startswith(self._allowed) or "__pycache__" in text:
                 continue  # an integer is a file that is open already
             raise PermissionError(
                 f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing outside of "

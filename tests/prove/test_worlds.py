@@ -25,7 +25,7 @@ from distwrap.comm import PowerSGD
 from distwrap.errors import ProofError
 from distwrap.network.waiting import wait_until
 from distwrap.prove import world
-from distwrap.prove.proof import prove as proven
+from distwrap.prove.proof import prove_program as proven
 from distwrap.prove.world import Program
 from distwrap.testing import prove
 from tests.prove.planted import LOOPS
@@ -171,7 +171,7 @@ def test_a_comment_ignores_a_finding(tmp_path: Path, capsys: pytest.CaptureFixtu
 ORPHANS = """
 import os, select, sys
 from pathlib import Path
-from distwrap.prove.proof import prove
+from distwrap.prove.proof import prove_program
 from distwrap.prove.world import Program
 
 def never_ends():
@@ -179,7 +179,7 @@ def never_ends():
     select.select([], [], [], 600)  # sleep() takes no time in a simulation
 
 if __name__ == "__main__":
-    prove(Program(function=never_ends, allow_writes=True), ranks=[2])
+    prove_program(Program(function=never_ends, allow_writes=True), ranks=[2])
 """
 
 
