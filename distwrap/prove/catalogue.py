@@ -28,7 +28,7 @@ _TEXTS = {
         "let the loss be a mean over the rank's samples: the exchange takes the mean over the ranks",
     ),
     "DW102 divided-by-ranks": (
-        "each rank's gradient is 1/n of one process's: a loss is a sum, or is divided once too often",
+        "each rank's gradient is 1/n of one process's: the loss is a sum over the batch, or is divided once too often",
         "take the mean over the rank's samples, or multiply a sum by distwrap.world_size()",
     ),
     "DW103 uneven-mean": (
