@@ -194,7 +194,7 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
     if alone.statistics:
         found.notes.append("running statistics of BatchNorm are those of a rank's part")
     found.compared["buffers"] += len(one.buffers)
-    tolerance = _tolerance(number)
+    tolerance = _tolerance(number, one.weights.values())
     for name, numbers in one.state.items():
         for rank, step in enumerate(several):
             theirs = step.state.get(name, [])  # which a rank may not hold, or hold otherwise
@@ -253,7 +253,8 @@ def _of_gradients(number: int, one: Step, several: list[Step], samples: str, alo
 
 def _of_output(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference:
     """Compare what was returned and printed."""
-    returned, tolerance = ranks[0].returned, _tolerance(found.steps)
+    returned, weights = ranks[0].returned, [each for step in alone.steps for each in step.weights.values()]
+    tolerance = _tolerance(found.steps, weights)
     if alone.returned is not None and returned is not None:
         if apart := _apart_in_numbers(alone.returned, returned, tolerance, 0):
             return Difference("number-of-a-part", 0, "", "what the function returned", *apart)
@@ -350,8 +351,10 @@ def _distance(one: Step, other: Step) -> float:
     return sum(float((a.values - b.values).norm()) for a, b in pairs if a.shape == b.shape)
 
 
-def _tolerance(number: int) -> float:
-    return 1e-3 * math.sqrt(number + 1)
+def _tolerance(number: int, weights: Iterable[Sketch]) -> float:
+    """Return by which share numbers may differ: in float64 by less, also where some are computed in float32."""
+    epsilon = max((each.epsilon for each in weights), default=1.0)
+    return (1e-3 if epsilon > 1e-9 else 1e-5) * math.sqrt(number + 1)
 
 
 def _relative(tensor: Sketch, number: int) -> float:
