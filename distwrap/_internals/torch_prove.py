@@ -20,22 +20,38 @@ _DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropou
 
 
 @contextmanager
-def hooked_forward(begins: Callable[[nn.Module, Any], Any]) -> Iterator[None]:
-    """Call a function with each module and its ``(args, kwargs)``, in whose place it returns what the module gets.
+def watched(
+    forward: Callable[[nn.Module, Any], Any],
+    backward: Callable[[list[float]], None],
+    epoch: Callable[[Iterator[Any]], Iterator[Any]],
+) -> Iterator[None]:
+    """Call functions with what modules, backwards and loaders do within a ``with``.
 
     torch's hook for all modules is not given what is passed by name.
 
-    Relies on ``torch.nn:Module.__call__``.
-    Without it: no samples are seen.
+    Relies on ``torch.nn:Module.__call__``, ``torch.autograd:backward``, ``torch.utils.data:DataLoader.__iter__``.
+    Without it: no samples are seen, gradients in the step alone, and no end of an epoch.
+
+    Args:
+        forward: called with each module and its ``(args, kwargs)``, in whose place it returns what the module gets.
+        backward: called with the losses after each backward.
+        epoch: called with each loader's iterator; returns what the loop gets.
     """
-    real = nn.Module.__call__
+    real_call, real_backward, real_iter = nn.Module.__call__, torch.autograd.backward, DataLoader.__iter__
 
-    @wraps(real)
+    @wraps(real_call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = begins(self, (args, kwargs))
-        return real(self, *args, **kwargs)
+        args, kwargs = forward(self, (args, kwargs))
+        return real_call(self, *args, **kwargs)
 
-    with replaced([(nn.Module, "__call__", call)]):
+    @wraps(real_backward)
+    def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        real_backward(tensors, *args, **kwargs)
+        losses = [tensors] if isinstance(tensors, Tensor) else tensors
+        backward([float(each.detach()) for each in losses if each.numel() == 1])
+
+    changes = [(nn.Module, "__call__", call), (torch.autograd, "backward", run_backward)]
+    with replaced([*changes, (DataLoader, "__iter__", lambda loader: epoch(real_iter(loader)))]):
         yield
 
 
@@ -65,37 +81,6 @@ def without_dropout(left_out: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         library._destroy()
-
-
-@contextmanager
-def hooked_epochs(watched: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[None]:
-    """Give each loader's iterators to a function, which returns what the loop gets, within a ``with``.
-
-    Relies on ``torch.utils.data:DataLoader.__iter__``.
-    Without it: no end of an epoch is known.
-    """
-    real = DataLoader.__iter__
-    with replaced([(DataLoader, "__iter__", lambda loader: watched(real(loader)))]):
-        yield
-
-
-@contextmanager
-def hooked_backward(ended: Callable[[list[float]], None]) -> Iterator[None]:
-    """Call a function with the losses after each backward within a ``with``.
-
-    Relies on ``torch.autograd:backward``.
-    Without it: gradients are seen in the step alone.
-    """
-    real = torch.autograd.backward
-
-    @wraps(real)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        real(tensors, *args, **kwargs)
-        losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        ended([float(each.detach()) for each in losses if each.numel() == 1])
-
-    with replaced([(torch.autograd, "backward", backward)]):
-        yield
 
 
 class _Cut(Subset[Any]):
@@ -129,13 +114,14 @@ def batches_of(size: Callable[[int], int], ranks: int, most: int = 0) -> Iterato
         if batch_size is not None and kw.get("batch_sampler") is None and not any(args[:1]):
             batch_size = size(batch_size)
             whole = batch_size * ranks
-            if most and isinstance(sampler, DistributedSampler):
-                samples = range(min(len(dataset), batch_size * sampler.num_replicas * most))
-                options = {name: getattr(sampler, name) for name in ("rank", "shuffle", "seed", "drop_last")}
-                DistributedSampler.__init__(sampler, _Cut(dataset, samples), sampler.num_replicas, **options)
-            elif most and whole and sampler is None and not isinstance(dataset, IterableDataset):
-                dataset = _Cut(dataset, range(whole * most)) if len(dataset) > whole * most else dataset
-            if whole and not isinstance(dataset, IterableDataset) and len(dataset) > whole:
+            if isinstance(sampler, DistributedSampler):
+                if most:
+                    options = {name: getattr(sampler, name) for name in ("rank", "shuffle", "seed", "drop_last")}
+                    samples = range(min(len(dataset), batch_size * sampler.num_replicas * most))
+                    DistributedSampler.__init__(sampler, _Cut(dataset, samples), sampler.num_replicas, **options)
+            elif whole and not isinstance(dataset, IterableDataset) and len(dataset) > whole:
+                if most and sampler is None and len(dataset) > whole * most:
+                    dataset = _Cut(dataset, range(whole * most))
                 # Which loaders draw from in one process, and not on ranks: the loop's own numbers are to be alike.
                 kw.setdefault("generator", torch.Generator().manual_seed(0))
                 if sampler is None and not shuffle:

@@ -41,14 +41,14 @@ def _numbers(text: str) -> list[int]:
 def run(given: argparse.Namespace) -> int:
     """Prove the script, print what was found, and return 0 if all is equal."""
     from distwrap.errors import OptionError
-    from distwrap.prove.proof import prove
+    from distwrap.prove.proof import prove_program
     from distwrap.prove.world import Program
 
     if not Path(given.script).is_file():
         raise OptionError(f"there is no script {given.script}")
     options = {name: getattr(given, name) for name in ("allow_writes", "double", "real", "steps", "epochs", "batch")}
     program = Program(str(Path(given.script).resolve()), arguments_of_script(given), **options)
-    proof = prove(program, ranks=given.ranks, resume=given.resume)
+    proof = prove_program(program, ranks=given.ranks, resume=given.resume)
     if given.junit:
         given.junit.write_text(proof.as_junit())
     print(json.dumps(proof.as_json(), indent=1) if given.json else proof)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import io
 import linecache
 import math
+import os
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distwrap._internals.torch_prove import hooked_backward, hooked_epochs, hooked_forward, without_dropout
+from distwrap._internals.torch_prove import watched, without_dropout
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
@@ -28,6 +28,27 @@ from distwrap.supervision import stacks
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_KEPT = 256  # numbers of a tensor
+
+
+class Sketch(NamedTuple):
+    """What is kept of a tensor: its numbers, or where they are many, sums of some with signs drawn once for all.
+
+    A difference of two sketches is that of the tensors, and has about its norm. Source: the count sketch of Charikar,
+    Chen and Farach-Colton, Finding frequent items in data streams, 2002.
+
+    Attributes:
+        values: in float64.
+        epsilon: of the tensor's own type.
+        shape: its own.
+    """
+
+    values: Tensor
+    epsilon: float
+    shape: torch.Size
+
+
+Sketches = dict[str, Sketch]
 
 
 @dataclass
@@ -39,28 +60,34 @@ class Step:
         backward: that of the last backward.
         losses: of the backwards since the last step.
         samples: how often a row was an input of a model that was trained, by a digest.
-        after_backward: gradients, by the names of parameters, after the last backward.
-        gradients: the same when the optimizer made its step.
-        begun: weights before it.
-        weights: after it.
+        draws: whether torch's random numbers were drawn since the last step.
         options: numbers among the options of its groups, as learning rates, by name.
+        begun: weights before it, by the names of parameters.
+        after_backward: gradients after the last backward.
+        gradients: the same when the optimizer made its step.
+        weights: after it.
         state: sums of its state's tensors, by parameters.
         buffers: of the models, after it, but for running statistics of BatchNorm.
-        draws: whether torch's random numbers were drawn since the last step.
     """
 
-    place: str
+    place: str = ""
     backward: str = ""
     losses: list[float] = field(default_factory=list)
     samples: Counter[int] = field(default_factory=Counter)
-    after_backward: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    begun: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    options: dict[str, list[float]] = field(default_factory=dict)
-    state: dict[str, list[float]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
     draws: bool = False
+    options: dict[str, list[float]] = field(default_factory=dict)
+    begun: Sketches = field(default_factory=dict)
+    after_backward: Sketches = field(default_factory=dict)
+    gradients: Sketches = field(default_factory=dict)
+    weights: Sketches = field(default_factory=dict)
+    state: dict[str, list[float]] = field(default_factory=dict)
+    buffers: Sketches = field(default_factory=dict)
+
+    @property
+    def changes(self) -> Sketches:
+        """What it has changed in the weights."""
+        pairs = [(name, each, self.begun.get(name)) for name, each in self.weights.items()]
+        return {name: a._replace(values=a.values - b.values) for name, a, b in pairs if b and a.shape == b.shape}
 
 
 @dataclass
@@ -69,9 +96,9 @@ class Seen:
 
     Attributes:
         steps: of its optimizers, in order.
-        printed: numbers that it has printed, by the line of the user's.
+        printed: numbers that it has printed, as they stand there, by the line of the user's.
         switched_off: what was not done: dropout on some lines, and approximate exchanges.
-        statistics: how many modules have normalized by the statistics of a batch.
+        statistics: whether modules normalize by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
         returned: numbers in what its function has returned.
         has_ended: whether it has come to the end of the script.
@@ -79,9 +106,9 @@ class Seen:
     """
 
     steps: list[Step] = field(default_factory=list)
-    printed: list[tuple[str, list[float]]] = field(default_factory=list)
+    printed: list[tuple[str, list[str]]] = field(default_factory=list)
     switched_off: set[str] = field(default_factory=set)
-    statistics: int = 0
+    statistics: bool = False
     evaluations: int = 0
     returned: list[float] | None = None
     has_ended: bool = False
@@ -89,21 +116,13 @@ class Seen:
 
 
 class _Rank:
-    """Observer of one rank.
+    """Observer of one rank."""
 
-    Args:
-        kept: tensors of this world, by what they hold: most of them are alike on all ranks.
-    """
-
-    def __init__(self, kept: dict[bytes, Tensor]) -> None:
-        self.seen, self._kept = Seen(), kept
+    def __init__(self) -> None:
+        self.seen, self.next = Seen(), Step()
         self.epochs = Counter[str]()  # at each line that has trained with a loader
-        self.roots: dict[int, nn.Module] = {}
-        self.inner, self.normalizing = set[int](), dict[int, nn.Module]()
-        self.names: dict[int, str] = {}
-        self.backward, self.losses, self.samples = "", list[float](), Counter[int]()
-        self.after_backward: dict[str, Tensor] = {}
-        self.random: Tensor | None = None  # torch's state after the last step, or before the first forward
+        self._roots, self._inner, self._names = dict[int, nn.Module](), set[int](), dict[int, str]()
+        self._random: Tensor | None = None  # torch's state after the last step, or before the first forward
 
     def place(self) -> str:
         """Return the line of the user's that runs now."""
@@ -117,84 +136,71 @@ class _Rank:
 
     def call(self, module: nn.Module, given: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
-        if isinstance(module, _BATCH_NORM) and module.training:
-            self.normalizing[id(module)] = module
-            self.seen.statistics = len(self.normalizing)
-        if id(module) not in self.roots:
-            if id(module) in self.inner:
+        if id(module) not in self._roots:
+            if id(module) in self._inner:
                 return
             self._add(module)
         if not (torch.is_grad_enabled() and module.training):
             self.seen.evaluations += not torch.is_grad_enabled()
             return
-        if self.random is None:
-            self.random = torch.get_rng_state()
+        if self._random is None:
+            self._random = torch.get_rng_state()
         has_weights = next(module.parameters(), None) is not None  # a loss as a module has none
         tensors = [each for each in (tensors_in(given) if has_weights else ()) if each.dim() and not each.requires_grad]
         for row in range(len(tensors[0])) if tensors else ():
             own = [each[row].contiguous() for each in tensors if len(each) == len(tensors[0])]
-            self.samples[zlib.crc32(b"".join(_bytes(each) for each in own))] += 1
+            self.next.samples[zlib.crc32(b"".join(_bytes(each) for each in own))] += 1
 
     def _add(self, root: nn.Module) -> None:
-        number = len(self.roots)
+        number = len(self._roots)
         for module in root.modules():
-            self.inner.add(id(module))
-            self.roots.pop(id(module), None)
-        self.roots[id(root)] = root
+            self._inner.add(id(module))
+            self._roots.pop(id(module), None)
+        self._roots[id(root)] = root
         kind = type(unwrap_model(getattr(root, "module", root))).__name__
         for plain, parameter in strip_module_prefix(dict(root.named_parameters(remove_duplicate=False))).items():
-            self.names.setdefault(id(parameter), f"{kind}#{number}.{plain}" if number else plain)
+            self._names.setdefault(id(parameter), f"{kind}#{number}.{plain}" if number else plain)
 
     def end_backward(self, losses: list[float]) -> None:
-        self.losses += losses
-        self.backward = self.place()
-        self.after_backward = {
-            name: self._copy(parameter.grad)
-            for root in self.roots.values()
-            for parameter in root.parameters()
-            if parameter.grad is not None and (name := self.names.get(id(parameter), ""))
+        self.next.losses += losses
+        self.next.backward = self.place()
+        parameters = [parameter for root in self._roots.values() for parameter in root.parameters()]
+        self.next.after_backward = {
+            self._names.get(id(each), ""): _sketch(each.grad) for each in parameters if each.grad is not None
         }
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        step = Step(self.place(), self.backward, self.losses, self.samples)
-        step.draws = self.random is not None and not torch.equal(self.random, torch.get_rng_state())
-        named = list(self._named(optimizer))
-        step.begun = {name: self._copy(each) for name, each in named}
-        step.gradients = {name: self._copy(each.grad) for name, each in named if each.grad is not None}
-        step.after_backward = {
-            name: self.after_backward[name] for name in step.gradients if name in self.after_backward
-        }
+        step, named = self.next, self._named(optimizer)
+        self.seen.steps.append(step)
+        self.next = Step(backward=step.backward, after_backward=step.after_backward)  # maybe of two optimizers
+        step.place = self.place()
+        step.draws = self._random is not None and not torch.equal(self._random, torch.get_rng_state())
+        step.begun = {name: _sketch(each) for name, each in named.items()}
+        step.gradients = {name: _sketch(each.grad) for name, each in named.items() if each.grad is not None}
+        those = step.after_backward.items()
+        step.after_backward = {name: each for name, each in those if name in step.gradients}
         for group in optimizer.param_groups:
             for name, value in group.items():
                 if name != "params" and (numbers := numbers_in(value)):
                     step.options.setdefault(name, []).extend(numbers)
-        self.losses, self.samples = [], Counter()
-        self.seen.steps.append(step)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        step, self.random = self.seen.steps[-1], torch.get_rng_state()
-        step.weights = {name: self._copy(each) for name, each in self._named(optimizer)}
-        for name, each in self._named(optimizer):
-            state = optimizer.state.get(each, {})
-            step.state[name] = [float(value.double().abs().sum()) for value in state.values() if type(value) is Tensor]
-        running = {id(buffer) for module in self.normalizing.values() for buffer in module.buffers()}
-        step.buffers = {
-            name: self._copy(buffer)
-            for root in self.roots.values()
-            for name, buffer in strip_module_prefix(dict(root.named_buffers())).items()
-            if id(buffer) not in running
-        }
+        step, named, self._random = self.seen.steps[-1], self._named(optimizer), torch.get_rng_state()
+        step.weights = {name: _sketch(each) for name, each in named.items()}
+        for name, each in named.items():
+            state = optimizer.state.get(each, {}).values()
+            step.state[name] = [float(value.double().abs().sum()) for value in state if type(value) is Tensor]
+        modules = [module for root in self._roots.values() for module in root.modules()]
+        normalizing = [each for each in modules if isinstance(each, _BATCH_NORM) and each.training]
+        running = {id(buffer) for module in normalizing for buffer in module.buffers()}
+        self.seen.statistics |= bool(normalizing)
+        for root in self._roots.values():
+            those = strip_module_prefix(dict(root.named_buffers())).items()
+            step.buffers |= {name: _sketch(each) for name, each in those if id(each) not in running}
 
-    def _copy(self, value: Any) -> Tensor:
-        """Return a copy of a tensor, which all that hold the same share."""
-        whole = _whole(value)
-        what = f"{whole.dtype} {whole.shape}".encode() + _bytes(whole.contiguous())
-        return self._kept.setdefault(hashlib.blake2b(what).digest(), whole)
-
-    def _named(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield self.names.setdefault(id(parameter), f"parameter {len(self.names)}"), parameter
+    def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {self._names.setdefault(id(each), f"parameter {len(self._names)}"): each for each in parameters}
 
 
 class Observer:
@@ -209,42 +215,32 @@ class Observer:
     """
 
     def __init__(
-        self, rank: Callable[[], int], enough: Callable[[], None], *, steps: int, epochs: int, double: bool
+        self, rank: Callable[[], int], enough: Callable[[], None], steps: int, epochs: int, double: bool
     ) -> None:
         self._rank, self._enough, self._double = rank, enough, double
         self._steps, self._epochs = math.inf if epochs else steps, epochs or math.inf
-        self.ranks: dict[int, _Rank] = {}
-        self._kept: dict[bytes, Tensor] = {}
+        self._ranks: dict[int, _Rank] = {}
 
     @property
     def seen(self) -> dict[int, Seen]:
         """What each rank has done."""
-        return {number: rank.seen for number, rank in sorted(self.ranks.items())}
+        return {number: rank.seen for number, rank in sorted(self._ranks.items())}
 
     def here(self) -> _Rank:
         """Return what is known of the rank whose turn it is."""
-        return self.ranks.setdefault(self._rank(), _Rank(self._kept))
+        return self._ranks.setdefault(self._rank(), _Rank())
 
-    @contextmanager
+    @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Take note of all that the ranks do within a ``with``."""
-        handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self.here().begin_step(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer)),
-        ]
-        out, sys.stdout = sys.stdout, _Printing(sys.stdout, self)
-        try:
-            with (
-                hooked_forward(self._begin_forward),
-                hooked_backward(lambda losses: self.here().end_backward(losses)),
-                hooked_epochs(self._epoch),
-                without_dropout(lambda: self.here().seen.switched_off.add(f"dropout at {self.here().place()}")),
-            ):
-                yield
-        finally:
-            sys.stdout = out
-            for handle in handles:
-                handle.remove()
+        """Take note of all that the ranks do within a ``with``, and print nothing."""
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self.here().begin_step(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer))
+        with (
+            contextlib.redirect_stdout(_Printed(self)),
+            watched(self._begin_forward, lambda losses: self.here().end_backward(losses), self._epoch),
+            without_dropout(lambda: self.here().seen.switched_off.add(f"dropout at {self.here().place()}")),
+        ):
+            yield
 
     def _begin_forward(self, module: nn.Module, given: Any) -> Any:
         if self._double:
@@ -270,28 +266,26 @@ class Observer:
             self._enough()
 
 
-class _Printing:
-    """Standard output that also takes note of the numbers."""
+class _Printed(io.TextIOWrapper):
+    """Standard output of which the numbers alone are kept."""
 
-    def __init__(self, out: TextIO, observer: Observer) -> None:
-        self._out, self._observer = out, observer
+    def __init__(self, observer: Observer) -> None:
+        super().__init__(open(os.devnull, "wb"))  # noqa: SIM115 - as long as the process
+        self._observer = observer
 
     def write(self, text: str) -> int:
-        if numbers := numbers_in(text):
+        if numbers := _NUMBER.findall(text):
             rank = self._observer.here()
             rank.seen.printed.append((rank.place(), numbers))
         return len(text)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._out, name)
-
 
 def numbers_in(value: Any) -> list[float]:
-    """Return the numbers in a text, or in what a function has returned.
+    """Return the numbers in what a function has returned.
 
     Example:
-        >>> numbers_in("epoch 3: loss 0.25, 1e-3 of resnet50")
-        [3.0, 0.25, 0.001]
+        >>> numbers_in({"loss": torch.tensor(0.25), "at": [3, "epoch 4"]})
+        [0.25, 3.0, 4.0]
     """
     if isinstance(value, str):
         return [float(each) for each in _NUMBER.findall(value)]
@@ -300,7 +294,7 @@ def numbers_in(value: Any) -> list[float]:
     if isinstance(value, Tensor):
         return [float(each) for each in _whole(value).flatten()[:100].double().tolist()]
     if isinstance(value, dict):
-        return [number for each in value.values() for number in numbers_in(each)]
+        value = list(value.values())
     return [number for each in value for number in numbers_in(each)] if isinstance(value, (list, tuple)) else []
 
 
@@ -313,3 +307,13 @@ def _whole(value: Any) -> Tensor:
     value = value.detach()
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return (whole.to_dense() if whole.layout != torch.strided else whole).to("cpu", copy=True)
+
+
+def _sketch(value: Any) -> Sketch:
+    whole = _whole(value)
+    values = whole.double().flatten()
+    if (count := len(values)) > _KEPT:
+        drawn = torch.randint(2, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int8, device="cpu")
+        values = nn.functional.pad(values * (2 * drawn - 1), (0, -count % _KEPT)).view(-1, _KEPT).sum(0)
+    kind = whole.dtype if whole.is_floating_point() else torch.float32
+    return Sketch(values, torch.finfo(kind).eps, whole.shape)

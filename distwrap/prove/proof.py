@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
-from distwrap.errors import OptionError
+from distwrap.errors import OptionError, ProofError
 from distwrap.group.setup import import_before_group
 from distwrap.prove.catalogue import BY_NAME
 from distwrap.prove.comparison import Comparison, compare
-from distwrap.prove.world import Program, Size, World, common_batch, run
+from distwrap.prove.observer import Seen
+from distwrap.prove.world import Program, World, common_batch, folder, run
 
 _ROUNDING = 0.05  # share of a tensor, below which a difference is looked at in float64 too
 
@@ -88,16 +88,68 @@ class Proof:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def _what(self) -> str:
-        ranks = " and ".join(each.name.removesuffix(" ranks") for each in self.comparisons) or "no"
+        names = [each.name.removesuffix(" ranks") for each in self.comparisons]
+        ranks = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:]))) or "no"
         counts: Counter[str] = Counter()
         for each in self.comparisons:
             counts |= each.compared
         steps = min((each.steps for each in self.comparisons), default=0)
+        begun = f"{steps} steps" if steps else "the first step" if self._wrong() else "no step"
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        return f"{steps} steps in one process and on {ranks} ranks" + (f" ({kinds})" if kinds else "")
+        return f"{begun} in one process and on {ranks} ranks" + (f" ({kinds})" if kinds else "")
 
 
-def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume: bool = False) -> Proof:
+def prove(
+    fn: Callable[..., Any],
+    *args: Any,
+    keywords: Mapping[str, Any] | None = None,
+    ranks: Sequence[int] = (2, 3, 4),
+    steps: int = 12,
+    batch: int | None = None,
+    epochs: int = 0,
+    resume: bool = False,
+    real: bool = False,
+) -> Proof:
+    """Prove that a loop computes on several simulated ranks what it computes in one process.
+
+    Args:
+        fn: a function with the loop, decorated or not.
+        *args: its arguments.
+        keywords: its arguments by name.
+        ranks: numbers of ranks to compare with one process.
+        steps: of optimizers, after which a rank has been seen enough.
+        batch: size of the batch of all ranks together, which all numbers of ranks divide.
+        epochs: in the place of steps: so many epochs, of ``steps`` batches at most.
+        resume: whether it stops after its steps on the first number of ranks, goes on with the second from what it
+            has saved in its folder, and is compared from there on.
+        real: whether the ranks are processes, rather than simulated.
+
+    Returns:
+        The proof, which says what was compared.
+
+    Raises:
+        ProofError: something differs, or there was nothing to compare; the message names it.
+        OptionError: a number of ranks does not divide the batch, or is below 2.
+
+    Example:
+        >>> import distwrap, torch
+        >>> def train():
+        ...     torch.manual_seed(0)
+        ...     model = distwrap.wrap_model(torch.nn.Linear(1, 1))
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     model(torch.ones(12, 1)).mean().backward()
+        ...     optimizer.step()
+        >>> prove(train, ranks=[2]).verdict
+        'equal'
+    """
+    program = Program("", args, keywords or {}, function=fn, real=real, steps=steps, epochs=epochs, batch=batch)
+    proof = prove_program(program, ranks=ranks, resume=resume)
+    if proof.exit_code:
+        raise ProofError(str(proof))
+    return proof
+
+
+def prove_program(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume: bool = False) -> Proof:
     """Run the first steps of a program in one process and on several ranks, and compare them.
 
     Args:
@@ -108,16 +160,13 @@ def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume: bool = 
     Raises:
         OptionError: a number of ranks does not divide the batch, or is below 2.
     """
-    batch = program.batch
     if program.steps < 1 or program.epochs < 0:
         raise OptionError(f"a proof looks at steps={program.steps} and epochs={program.epochs}: 1 step or more.")
-    if not program.is_decorated and not program.function and set(ranks) == {3}:
-        raise OptionError("a script that torchrun starts is proven on 2 or 4 ranks; got 3.")
     for number in ranks:
-        if number < 2 or (batch or 12) % number:
+        if number < 2 or (program.batch or 12) % number:
             raise OptionError(
                 "a proof compares one process with 2 ranks or more, which divide the batch "
-                f"({batch or 'a multiple of 12'}); got {number} ranks. Say batch= too."
+                f"({program.batch or 'a multiple of 12'}); got {number} ranks. Say batch= too."
             )
     import_before_group()
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports for two seconds what every world needs
@@ -132,43 +181,43 @@ def prove(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume: bool = 
 
 
 def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
-    by_hand = int(not program.is_decorated)
-    one, comparisons = World(Size(0)), list[Comparison]()
-    for number in ranks[:1] if resume else [each for each in ranks if each != 3] if by_hand else ranks:
-        if by_hand or not comparisons:
-            twice = replace(program, steps=program.steps * (1 if program.epochs else 2), epochs=program.epochs * 2)
-            one = run(twice if resume else program, Size(1, times=number * by_hand))
+    longer = replace(program, steps=program.steps * (1 if program.epochs else 2), epochs=program.epochs * 2)
+    comparisons, refused, notes = list[Comparison](), list[Comparison](), set[str]()
+    with folder() as place:
+        one = run(longer if resume else program, 1, place / "1")
         if one.error:
             return Proof("failed", [], [f"in one process it fails: {one.error}"])
-        with tempfile.TemporaryDirectory(prefix="distwrap-prove-") as folder:
-            several = run(program, Size(number, times=by_hand), folder)
-            if resume:  # by hand its batch is of one rank, and grows with them
-                several = run(program, Size(number if by_hand else ranks[:2][-1], times=by_hand), folder)
-        comparisons.append(compare(one, several, number if resume else 0))
-        if not (by_hand or program.batch or several.error) and several.sizes - one.sizes:
-            comparisons[-1] = Comparison(number, is_comparable=False)
-            comparisons[-1].notes.append("the loop's batch size depends on the number of ranks: say --batch")
-    notes = _notes(program, one) + sorted({note for each in comparisons for note in each.notes})
+        for number in ranks[:1] if resume else ranks:
+            several = run(program, number, place / f"{number}")
+            if resume:
+                several = run(program, ranks[:2][-1], place / f"{number}")
+            found = compare(one, several, number if resume else 0)
+            if not (program.batch or several.error) and several.sizes - one.sizes:
+                words = "the loop's batch size depends on the number of ranks: say --batch"
+                found = Comparison(number, is_comparable=False, notes=[words])
+            is_refused = several.error and not any(seen.steps for seen in several.seen.values())
+            (refused if is_refused else comparisons).append(found)
+    if comparisons:
+        notes = {
+            f"{each.name} fail before their first step: {each.difference.how.splitlines()[-1]}" for each in refused
+        }
+    comparisons = comparisons or refused
     wrong = [each.difference for each in comparisons if each.difference.mistake]
     seen = sum(each.compared["gradients"] + each.compared["returned numbers"] for each in comparisons)
     verdict = "equal" if seen and all(each.is_comparable for each in comparisons) else "not comparable"
     if wrong:
         verdict = "ignored" if all(each.is_ignored for each in wrong) else "differs"
-    return Proof(verdict, comparisons, notes)
+    notes |= {note for each in comparisons for note in each.notes}
+    return Proof(verdict, comparisons, _notes(program, one) + sorted(notes))
 
 
 def _notes(program: Program, one: World) -> list[str]:
-    if one.size.times:
-        return []
-    notes, seen = [], one.seen.get(0)
-    if changed := [size for size in sorted(one.sizes) if (program.batch or common_batch(size)) != size]:
-        sizes = ", ".join(f"{size} is {program.batch or common_batch(size)}" for size in changed)
-        notes.append(f"the batch of all ranks together is one that 2, 3 and 4 divide: {sizes}")
-    if seen is not None:
-        if seen.switched_off:
-            notes.append(f"switched off: {', '.join(sorted(seen.switched_off)[:3])}")
-        if not seen.evaluations:
-            notes.append("no evaluation was seen")
-        if not seen.has_ended:
-            notes.append("the end of the loop was not seen")
-    return notes
+    seen, size_of = one.seen.get(0, Seen()), {size: program.batch or common_batch(size) for size in sorted(one.sizes)}
+    sizes = ", ".join(f"{size} is {common}" for size, common in size_of.items() if size != common)
+    notes = {
+        f"the batch of all ranks together is one that 2, 3 and 4 divide: {sizes}": sizes,
+        f"switched off: {', '.join(sorted(seen.switched_off)[:3])}": seen.switched_off,
+        "no evaluation was seen": not seen.evaluations,
+        "the end of the loop was not seen": not seen.has_ended,
+    }
+    return [note for note, holds in notes.items() if holds]

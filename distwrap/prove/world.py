@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import multiprocessing
 import os
 import runpy
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from distwrap import simulated
+from distwrap import locked_folder, simulated
 from distwrap._internals.torch_prove import batches_of
 from distwrap._internals.torch_simulation import replaced
 from distwrap.comm.gradients import AllReduce
@@ -38,36 +39,24 @@ from distwrap.prove.observer import Observer, Seen, numbers_in
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.script import failure_of
+from distwrap.wording import named_ranks
 
+_KIND = "proof"  # of our temporary folders
+_FILES = "files"  # the loop's folder in its world's
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _PATHS = (str, bytes, os.PathLike)
-_ONE, _BOTH = slice(0, 1), slice(0, 2)
 # What changes something, and which of the audit event's arguments say where.
 _CHANGES = {
-    **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"), _ONE),
-    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), _BOTH),
+    **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"), slice(0, 1)),
+    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), slice(0, 2)),
     "socket.connect": slice(1, 2),
-    **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), _ONE),
+    **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), slice(0, 1)),
 }
 _SECONDS = 600.0  # for a world
 
 
-@dataclass(frozen=True)
-class Size:
-    """Size of a world.
-
-    Attributes:
-        ranks: how many.
-        times: by how much the loop's own batch on a rank is multiplied; 0 where all ranks together take one batch
-            that 2, 3 and 4 divide.
-    """
-
-    ranks: int
-    times: int = 0
-
-
 def common_batch(said: int) -> int:
-    """Return the multiple of 12 that is nearest to a batch size.
+    """Return the multiple of 12 that is nearest to a batch size: 2, 3 and 4 divide it.
 
     Example:
         >>> [common_batch(size) for size in (1, 8, 16, 32, 64)]
@@ -81,12 +70,13 @@ class World:
     """What the ranks of a world did.
 
     Attributes:
+        ranks: how many there are.
         seen: by each rank.
         error: why it ended early, in words; empty where it did not.
         sizes: batch sizes that the loop has said.
     """
 
-    size: Size
+    ranks: int
     seen: dict[int, Seen] = field(default_factory=dict)
     error: str = ""
     sizes: set[int] = field(default_factory=set)
@@ -126,171 +116,201 @@ class Program:
         if self.function is not None:
             return True
         nodes = list(ast.walk(ast.parse(Path(self.script).read_bytes())))
-        bound = [each for node in nodes if isinstance(node, ast.Import) for each in node.names]
-        modules = {each.asname or each.name for each in bound if each.name == "distwrap"}
-        taken = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("distwrap")]
-        return any(each.name in ("distributed", "*") for node in taken for each in node.names) or any(
-            node.attr == "distributed" and getattr(node.value, "id", "") in modules
-            for node in nodes
-            if isinstance(node, ast.Attribute)
-        )
+        ours = {"distwrap", *(each.asname for each in nodes if isinstance(each, ast.alias) and each.name == "distwrap")}
+        taken = [each for each in nodes if isinstance(each, ast.ImportFrom) and str(each.module).startswith("distwrap")]
+        names = {each.name for node in taken for each in node.names}
+        names |= {
+            each.attr for each in nodes if isinstance(each, ast.Attribute) and getattr(each.value, "id", "") in ours
+        }
+        return not names.isdisjoint(("distributed", "*"))
 
 
-def run(program: Program, size: Size, folder: str | None = None) -> World:
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """Make a folder for a ``with``, which SIGTERM removes too; the next one removes that of a process that was killed.
+
+    This process then ends by the signal, as it would have without a folder.
+    """
+    locked_folder.remove_abandoned(_KIND)
+    made, heard = locked_folder.make(_KIND), list[int]()
+
+    def stop(number: int, frame: object) -> NoReturn:
+        heard.append(number)
+        raise SystemExit
+
+    hears = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if hears:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield made.resolve()
+    finally:
+        locked_folder.remove(made)
+        if hears:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if heard:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run(program: Program, ranks: int, folder: Path) -> World:
     """Run a program in a world of its own, in children of this process, and return what its ranks did.
 
     Args:
         program: what is run.
-        size: of the world.
-        folder: in which it runs; by default one that is removed after it.
+        ranks: how many.
+        folder: in which it runs, in a part of its own.
 
     Raises:
-        LaunchError: a child has ended without a word, or none in time; or the system has no fork.
+        LaunchError: a child has ended without a word, or none in time.
     """
-    if not hasattr(os, "fork"):
-        raise LaunchError("a proof runs each world in a fork of this process, which this system does not have.")
+    (folder / _FILES).mkdir(parents=True, exist_ok=True)
+    found, port = [folder / f"{rank}.pt" for rank in range(ranks if program.real else 1)], 0
+    if program.real:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+    fork = multiprocessing.get_context("fork").Process
+    children = [fork(target=_Child(program, ranks, found, rank, port).run) for rank in range(len(found))]
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(_folder())  # which the loop does not see
-        place = Path(folder).resolve() if folder else stack.enter_context(_folder())
-        found = [own / f"{rank}.pt" for rank in range(size.ranks if program.real else 1)]
-        sys.stdout.flush()
-        sys.stderr.flush()
-        children = set[int]()
-        stack.callback(_end, children)
-        port = 0
-        if program.real:
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                port = server.getsockname()[1]
-        for rank in range(len(found)):
-            child = os.fork()
-            if child == 0:
-                try:
-                    tie_to_parent()
-                    _Child(program, size, place, found, rank, port).run()
-                except BaseException:  # noqa: BLE001 - whose caller is the parent's
-                    traceback.print_exc(file=sys.__stderr__)
-                finally:
-                    os._exit(1)
-            children.add(child)
-        statuses = list[int]()
-
-        def have_ended() -> bool:
-            for child in list(children):
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if ended:
-                    children.remove(child)
-                    statuses.append(status)
-            return not children or any(statuses)  # the others may wait for one that has failed
-
-        if not wait_until(have_ended, _SECONDS):
-            raise LaunchError(f"the world of {size.ranks} ranks was not done in {_SECONDS} s: look at fewer --steps.")
-        there = sorted((each for each in found if each.exists()), key=lambda each: each.stat().st_mtime_ns)
-        worlds: list[World] = [torch.load(each, weights_only=False) for each in there]  # of our own processes
-        if not worlds or (any(statuses) and not any(each.error for each in worlds)):
-            raise LaunchError(f"the world of {size.ranks} ranks has ended without a word (status {statuses}).")
-        for each in worlds[1:]:
-            worlds[0].seen |= each.seen
-            worlds[0].error = worlds[0].error or each.error  # the first one
-        return worlds[0]
+        for child in children:
+            child.start()
+            stack.callback(_end, child)
+        # The others may wait for one that has failed.
+        if not wait_until(lambda: {each.exitcode for each in children} not in ({None}, {None, 0}), _SECONDS):
+            raise LaunchError(f"the world of {ranks} ranks was not done in {_SECONDS} s: look at fewer --steps.")
+        statuses = [each.exitcode for each in children]
+    there = sorted((each for each in found if each.exists()), key=lambda each: each.stat().st_mtime_ns)
+    worlds: list[World] = [torch.load(each, weights_only=False) for each in there]  # of our own processes
+    if not worlds or (any(statuses) and not any(each.error for each in worlds)):
+        raise LaunchError(f"the world of {ranks} ranks has ended without a word (status {statuses}).")
+    for path in there:
+        path.unlink()
+    for each in worlds[1:]:
+        worlds[0].seen |= each.seen
+        worlds[0].error = worlds[0].error or each.error  # the first one
+    return worlds[0]
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Make a folder for a ``with``, by the name that the system has for it."""
-    with tempfile.TemporaryDirectory(prefix="distwrap-prove-") as folder:
-        yield Path(folder).resolve()
-
-
-def _end(children: set[int]) -> None:
-    for child in children:
-        os.kill(child, signal.SIGKILL)
+def _end(child: Any) -> None:
+    if child.exitcode is None:
+        child.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+    child.close()
 
 
 class _Child:
-    """This process as a child: a world of simulated ranks, or one rank of a world of processes.
+    """A child process: a world of simulated ranks, or one rank of a world of processes.
 
     Args:
         program: what it runs.
-        size: of its world.
-        folder: in which it runs.
-        found: the files in which the children say what they did.
+        ranks: of its world.
+        found: the files in which the children say what they did, beside the folder in which they run.
         rank: its own number.
         port: at which ranks meet that are processes.
     """
 
-    def __init__(self, program: Program, size: Size, folder: Path, found: list[Path], rank: int, port: int) -> None:
-        self._program, self._size, self._found, self._rank, self._port = program, size, found, rank, port
-        self._world, self._allowed, self._done = World(size), _guard(folder, program), set[int]()
-        self._observer = Observer(
-            self._rank_now, self._enough, steps=program.steps, epochs=program.epochs, double=program.double
-        )
+    def __init__(self, program: Program, ranks: int, found: list[Path], rank: int, port: int) -> None:
+        self._program, self._found, self._rank, self._port = program, found, rank, port
+        self._world, self._done, self._seconds = World(ranks), set[int](), _SECONDS
+        meeting = ("('127.0.0.1'",) if program.real else ()  # of its ranks
+        self._allowed = (str(found[0].parent), os.devnull, "/dev/shm", "/proc/self", *meeting)
+        self._observer = Observer(self._rank_now, self._enough, program.steps, program.epochs, program.double)
 
     def run(self) -> NoReturn:
         """Run the program, and end this process."""
-        program, size = self._program, self._size
+        program, ranks = self._program, self._world.ranks
+        tie_to_parent()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.chdir(self._found[0].with_name(_FILES))
+        tempfile.tempdir = os.getcwd()
+        changes: list[tuple[Any, str, Any]] = [
+            (loaders, "shard", _shard),
+            (DDPStrategy, "prepare_model", self._exact(DDPStrategy.prepare_model)),
+        ]
+        if program.script:
+            changes.append((sys, "argv", [program.script, *map(str, program.arguments)]))
+            changes.append((sys, "path", [str(Path(program.script).parent), *sys.path]))
+        if not program.allow_writes:
+            sys.addaudithook(self._look)
+            changes.append((torch, "save", self._looking(torch.save)))
         try:
-            output = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody sees what a debugger asks
+            errors = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
             torch.set_num_threads(1)  # the parent's threads are not here after the fork
             if program.double:
                 torch.set_default_dtype(torch.float64)
             # CUDA does not work after a fork.
             os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": "", **self._variables()})
             if program.real:
-                os.dup2(output.fileno(), 2)  # native code warns when another rank stops first
+                os.dup2(errors.fileno(), 2)  # native code warns when another rank stops first
             with (
-                contextlib.redirect_stdout(output),
-                contextlib.redirect_stderr(output),
-                batches_of(self._batch, 0 if size.times else size.ranks, program.steps if program.epochs else 0),
-                self._alike(),
+                contextlib.redirect_stderr(errors),
+                batches_of(self._batch, ranks * program.is_decorated, program.steps if program.epochs else 0),
+                replaced(changes),
                 self._observer.watching(),
             ):
-                returned = self._start()
-            self._observer.here().seen.returned = numbers_in(returned)
-            for seen in self._observer.seen.values():
-                seen.has_ended = True
+                self._observer.here().seen.returned = numbers_in(self._start())
         except BaseException as error:  # noqa: BLE001 - told to the parent
-            self._world.error = _in_words(error)
+            if not isinstance(error, SystemExit) or error.code not in (None, 0):
+                self._world.error = _in_words(error)
+        for seen in self._observer.seen.values():
+            seen.has_ended = not self._world.error
         self._end()
+
+    def _start(self) -> Any:
+        """Run the program, and return what a function has returned."""
+        program = self._program
+        if program.function is not None:
+            is_decorated = hasattr(program.function, "options")
+            function = program.function if is_decorated else sys.modules["distwrap"].distributed()(program.function)
+            return function(*program.arguments, **program.keywords)
+        if program.is_decorated or program.real:
+            runpy.run_path(program.script, run_name="__main__")
+        elif failure := failure_of(program.script, self._world.ranks, sys.argv[1:]):
+            raise LaunchError(failure)
+        return None
 
     def _end(self) -> NoReturn:
         self._world.seen = self._observer.seen
         own = self._found[self._rank]
-        self._allowed.append(str(own.parent))
-        torch.save(self._world, own.with_suffix(".part"))
-        own.with_suffix(".part").replace(own)
-        if self._world.error:
-            os._exit(1)
-        wait_until(lambda: all(each.exists() for each in self._found), _SECONDS)  # others may need this process
-        os._exit(0)
+        for _ in range(2):
+            torch.save(self._world, own.with_suffix(".part"))
+            own.with_suffix(".part").replace(own)
+            if self._world.error:
+                break
+            # The others may need this process.
+            if wait_until(lambda: all(each.exists() for each in self._found), self._seconds):
+                os._exit(0)
+            missing = [rank for rank, each in enumerate(self._found) if not each.exists()]
+            self._world.error = (
+                f"{named_ranks(missing)} stood still for {self._seconds:g} s when rank {self._rank} was done"
+            )
+        os._exit(1)
 
-    def _alike(self) -> Any:
-        """Return a context in which ranks get the samples, and the mean of gradients, that one process has."""
-        real = DDPStrategy.prepare_model
+    def _exact(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a way to prepare models with the mean of gradients that one process has."""
 
         def prepare(strategy: Any, model: Any, world: Any, wrapping: Wrapping) -> Any:
+            self._seconds = min(_SECONDS, world.options.timeout)
             comm = wrapping.comm or strategy.comm
             if comm is not None and type(comm).__module__.startswith("distwrap.comm"):  # not one of the user's own
                 self._observer.here().seen.switched_off.add(f"comm={type(comm).__name__}")
                 wrapping = replace(wrapping, comm=AllReduce())
             return real(strategy, model, world, wrapping)
 
-        return replaced([(loaders, "shard", _shard), (DDPStrategy, "prepare_model", prepare)])
+        return prepare
 
     def _variables(self) -> dict[str, str]:
+        own, ranks = str(self._rank), str(self._world.ranks)
         if not self._program.real:
-            return {"DISTWRAP_SIMULATE": str(self._size.ranks)}
-        own, ranks = str(self._rank), str(self._size.ranks)
+            return {"DISTWRAP_SIMULATE": ranks}
         numbers = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         numbers["OMP_NUM_THREADS"] = "1"  # the threads of OpenMP are not here after the fork, and would be waited for
         return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), torchrun.AGENT: "prove"}
 
     def _batch(self, said: int) -> int:
         self._world.sizes.add(said)
-        return said * self._size.times or (self._program.batch or common_batch(said)) // self._size.ranks
+        return (self._program.batch or common_batch(said)) // self._world.ranks
 
     def _rank_now(self) -> int:
         running: Any = simulated.running
@@ -300,30 +320,31 @@ class _Child:
         """Let this rank stand still after its steps, and end the world where all have made them."""
         self._done.add(self._rank_now())
         running: Any = simulated.running
-        if running is None or len(self._done) >= self._size.ranks:
+        if running is None or len(self._done) >= self._world.ranks:
             self._end()
         running.condition().wait(words="the other ranks of a proof, which has seen enough")
 
-    def _start(self) -> Any:
-        """Run the program, and return what a function has returned."""
-        program = self._program
-        if program.function is not None:
-            is_decorated = hasattr(program.function, "options")
-            function = program.function if is_decorated else sys.modules["distwrap"].distributed()(program.function)
-            return function(*program.arguments, **program.keywords)
-        words = list(map(str, program.arguments))
-        if not program.is_decorated and not program.real:
-            if failure := failure_of(program.script, self._size.ranks, words):
-                raise LaunchError(failure)
-            return None
-        sys.path.insert(0, str(Path(program.script).parent.resolve()))
-        try:
-            with mock.patch.object(sys, "argv", [program.script, *words]):
-                runpy.run_path(program.script, run_name="__main__")
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                raise
-        return None
+    def _look(self, event: str, args: tuple[Any, ...]) -> None:
+        """Raise an error where this process would change something outside of its folder."""
+        changes = args[2] & _WRITES if event == "open" else event in _CHANGES
+        for each in args[_CHANGES.get(event, slice(0, 1))] if changes else ():
+            text = os.path.abspath(os.fsdecode(each)) if isinstance(each, _PATHS) else str(each)
+            if isinstance(each, int) or text.startswith(self._allowed) or "__pycache__" in text:
+                continue  # an integer is a file that is open already
+            raise PermissionError(
+                f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing outside of "
+                "its own folder: give the loop a relative path, or say --allow-writes."
+            )
+
+    def _looking(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch's save, which writes without an audit event, with a look at the path."""
+
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(f, _PATHS):
+                self._look("os.mkdir", (f,))
+            real(obj, f, *args, **kwargs)
+
+        return save
 
 
 def _shard(loader: Any, mode: Any, batch_size: Any, order: Any, split: Any, **options: Any) -> Any:
@@ -334,38 +355,6 @@ def _shard(loader: Any, mode: Any, batch_size: Any, order: Any, split: Any, **op
     if mode == "auto" and shuffles:
         mode = "drop"
     return shard(loader, mode, "per_rank", order if shuffles else "auto", split, **options)
-
-
-def _guard(folder: Path, program: Program) -> list[str]:
-    """Stop this process where it would change something outside of a folder; return where else it may write."""
-    os.chdir(folder)
-    tempfile.tempdir = str(folder)
-    allowed = [str(folder), os.devnull, "/dev/shm", "/proc/self"]
-    if program.real:
-        allowed.append("('127.0.0.1'")  # where its ranks meet
-    if program.allow_writes:
-        return allowed
-
-    def look(event: str, args: tuple[Any, ...]) -> None:
-        changes = args[2] & _WRITES if event == "open" else event in _CHANGES
-        for each in args[_CHANGES.get(event, _ONE)] if changes else ():
-            text = os.path.abspath(os.fsdecode(each)) if isinstance(each, _PATHS) else str(each)
-            if isinstance(each, int) or text.startswith(tuple(allowed)) or "__pycache__" in text:
-                continue  # an integer is a file that is open already
-            raise PermissionError(
-                f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing outside of "
-                "its own folder: give the loop a relative path, or say --allow-writes."
-            )
-
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, _PATHS):
-            look("os.mkdir", (f,))  # which torch writes without an audit event
-        real(obj, f, *args, **kwargs)
-
-    real = torch.save
-    torch.save = save
-    sys.addaudithook(look)
-    return allowed
 
 
 def _in_words(error: BaseException) -> str:

@@ -7,13 +7,13 @@ from distwrap.launch.forkserver import stop_server
 from distwrap.testing.ranks import run_ranks, simulate
 
 if TYPE_CHECKING:
-    from distwrap.prove.checked import prove
+    from distwrap.prove.proof import prove
     from distwrap.testing.conformance import check_strategy
 
 __all__ = ["check_strategy", "prove", "run_ranks", "simulate", "stop_server"]
 
 # What is imported when asked for: every rank of a test imports this package.
-_LATER = {"check_strategy": "distwrap.testing.conformance", "prove": "distwrap.prove.checked"}
+_LATER = {"check_strategy": "distwrap.testing.conformance", "prove": "distwrap.prove.proof"}
 
 if not TYPE_CHECKING:
 

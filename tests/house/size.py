@@ -39,7 +39,7 @@ def _strategies(words: str) -> tuple[str, ...]:
 ROWS = {
     "modules": Row(1850 - 190, 2568, 2162, ("",)),  # falls with part 3
     "protocols": Row(190, 148, 181, ("protocols.py",)),
-    "_internals": Row(650, 1259, 1284, ("_internals/",)),  # part 1
+    "_internals": Row(650, 1255, 1276, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2179, 2082, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
     "comm": Row(1250, 1747, 1778, ("comm/",)),  # part 1
@@ -52,7 +52,7 @@ ROWS = {
     "model": Row(850 + 750, 2444, 2394, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
-    "prove": Row(700, 1026, 880, ("prove/",)),  # part 3
+    "prove": Row(700, 953, 863, ("prove/",)),  # part 3
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
     "testing": Row(1300, 1438, 1431, ("testing/",)),  # part 1
     "timing": Row(650, 832, 786, ("timing/",)),  # part 1
@@ -71,7 +71,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 2181, 1942, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 415, 290
+FILES, FILES_GOAL = 414, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100

@@ -17,7 +17,7 @@ from distwrap.cli import main
 from distwrap.errors import LaunchError, OptionError, ProofError
 from distwrap.prove import world
 from distwrap.prove.catalogue import CATALOGUE
-from distwrap.prove.proof import Proof, prove as proven
+from distwrap.prove.proof import Proof, prove_program as proven
 from distwrap.prove.world import Program
 from distwrap.testing import prove
 from tests.docs.pages import blocks_of

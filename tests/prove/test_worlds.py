@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -21,7 +24,8 @@ from distwrap.cli import main
 from distwrap.comm import PowerSGD
 from distwrap.errors import ProofError
 from distwrap.network.waiting import wait_until
-from distwrap.prove.proof import prove as proven
+from distwrap.prove import world
+from distwrap.prove.proof import prove_program as proven
 from distwrap.prove.world import Program
 from distwrap.testing import prove
 from tests.prove.planted import LOOPS
@@ -156,7 +160,7 @@ def test_a_comment_ignores_a_finding(tmp_path: Path, capsys: pytest.CaptureFixtu
         options = ("--ranks", "2,3", "--steps", "2", "--junit", str(junit))
         assert proven_text("dw/plain.py", wrong, line, tmp_path, *options) == code
         printed = capsys.readouterr().out
-        assert printed.startswith(f"{verdict}: 0 steps")
+        assert printed.startswith(f"{verdict}: the first step in one process and on 2 and 3 ranks")
         assert "DW101 multiplied-by-ranks" in printed
         cases = ElementTree.parse(junit).findall("testcase")
         assert [each.get("name") for each in cases] == ["2 ranks", "3 ranks"]
@@ -167,7 +171,7 @@ def test_a_comment_ignores_a_finding(tmp_path: Path, capsys: pytest.CaptureFixtu
 ORPHANS = """
 import os, select, sys
 from pathlib import Path
-from distwrap.prove.proof import prove
+from distwrap.prove.proof import prove_program
 from distwrap.prove.world import Program
 
 def never_ends():
@@ -175,22 +179,31 @@ def never_ends():
     select.select([], [], [], 600)  # sleep() takes no time in a simulation
 
 if __name__ == "__main__":
-    prove(Program(function=never_ends, allow_writes=True), ranks=[2])
+    prove_program(Program(function=never_ends, allow_writes=True), ranks=[2])
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends a child with its parent")
 @pytest.mark.slow("starts an interpreter, which imports torch")
-def test_a_killed_proof_leaves_no_world(tmp_path: Path) -> None:
-    script, told = tmp_path / "script.py", tmp_path / "pid"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_proof_leaves_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a world nor a folder; the next proof removes that of one that could not do it itself."""
+    script, told, temporary = tmp_path / "script.py", tmp_path / "pid", tmp_path / "temporary"
+    temporary.mkdir()
     script.write_text(ORPHANS)
-    process = subprocess.Popen([sys.executable, str(script), str(told)])
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, str(script), str(told)], env=environment)
     try:
         child = int(wait_until(lambda: told.exists() and told.read_text(), 120))
+        assert len(list(temporary.iterdir())) == 1
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(number)
+        assert process.wait(60) == -number
     assert wait_until(lambda: not is_running(child), 60)
+    if number == signal.SIGKILL:
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        prove(fine, ranks=[2])
+    assert not list(temporary.iterdir())
 
 
 def is_running(pid: int) -> bool:
@@ -223,7 +236,9 @@ def test_a_strategy(name: str) -> None:
     assert proofs[1].mistake == "multiplied-by-ranks", str(proofs[1])
 
 
-def fine(options: str = "", comm: Any = None, returns: float = 0.0, counter: bool = False) -> float:
+def fine(
+    options: str = "", comm: Any = None, returns: float = 0.0, counter: bool = False, prints: float = 0.0
+) -> float:
     torch.manual_seed(0)
     net = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.Linear(3, 1))
     net.register_buffer("seen", torch.zeros(()))
@@ -237,6 +252,8 @@ def fine(options: str = "", comm: Any = None, returns: float = 0.0, counter: boo
         optimizer.step()
         if counter:
             net.seen += inputs.mean()
+    rounding = torch.finfo(torch.get_default_dtype()).eps * dw.world_size()
+    print(f"{0.0550002 + prints - rounding:.2f} of {rounding:.2g}")
     return returns
 
 
@@ -258,3 +275,73 @@ def test_small_steps_and_numbers_that_are_none() -> None:
     for wrong in ({"options": "decay"}, {"counter": True}, {"comm": Sum()}):
         with pytest.raises(ProofError, match="differs"):
             prove(fine, keywords=wrong, ranks=[2])
+
+
+def test_the_last_printed_digit() -> None:
+    """One more there, or a number as small as rounding, is no difference where float64 has none; and else it is."""
+    proof = prove(fine, ranks=[2])
+    assert proof.comparisons[0].compared["printed numbers"] == 2
+    assert any(note.startswith("in float64") for note in proof.notes)
+    with pytest.raises(ProofError, match=r"DW204(.*\n)*.*note: in float64"):
+        prove(lambda: fine(prints=0.02 * (dw.world_size() - 1)), ranks=[2])
+
+
+def on_some_ranks(refused: tuple[int, ...]) -> None:
+    if dw.world_size() in refused:
+        raise ValueError("not on so many ranks")
+    fine()
+
+
+def test_a_number_of_ranks_that_the_loop_refuses() -> None:
+    """It is a note where the loop runs on others, and a difference where it runs on none."""
+    proof = prove(on_some_ranks, (3,), ranks=[2, 3])
+    assert "equal: 4 steps in one process and on 2 ranks" in str(proof)
+    assert any(note.startswith("3 ranks fail before their first step: ValueError: not on") for note in proof.notes)
+    with pytest.raises(ProofError, match="DW501"):
+        prove(on_some_ranks, (2, 3), ranks=[2, 3])
+
+
+def test_a_script_for_torchrun_takes_the_common_batch() -> None:
+    """Its 128 samples leave 8, which 2 ranks divide evenly, and 3 do not."""
+    proof = proven(Program(str(LOOPS / "ddp" / "mingpt_trainer.py"), steps=12), ranks=(2, 3))
+    assert proof.verdict == "equal", str(proof)
+    assert [each.steps for each in proof.comparisons] == [12, 10]
+    assert "a last batch of 8 samples has uneven parts, from where nothing was compared" in proof.notes
+
+
+def stands_still() -> None:
+    model = dw.wrap_model(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(12, 1)).mean().backward()
+    if dw.rank() == 1:
+        select.select([], [], [], 600)
+    optimizer.step()
+
+
+def test_a_real_rank_that_stands_still() -> None:
+    """It is ended when the run's own limit is over."""
+    with pytest.raises(ProofError, match="DW501"):
+        prove(dw.distributed(timeout=4)(stands_still), ranks=[2], steps=1, real=True)
+
+
+def wide(wrong: int = 0) -> None:
+    torch.manual_seed(0)
+    model = dw.wrap_model(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in shard_loader(DataLoader(TensorDataset(torch.randn(24, 64)), batch_size=12)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if wrong and dw.world_size() > 1:
+            model.weight.grad[:wrong] *= 2
+        optimizer.step()
+
+
+def test_a_large_model() -> None:
+    """No more than some numbers of a tensor are kept, by which a difference is still seen."""
+    assert prove(wide, ranks=[2]).verdict == "equal"
+    for rows, words in ((1, "they were alike after the backward"), (64, "2.000 times")):
+        with pytest.raises(ProofError, match=f"only weight at .*\\n.*on 2 ranks: {words}(.*\\n)*.*DW105"):
+            prove(wide, rows, ranks=[2])
+    with world.folder() as folder:
+        (step, _) = world.run(Program(function=wide), 1, folder).seen[0].steps
+    assert [len(each.values) for each in step.begun.values()] == [256, 64]
