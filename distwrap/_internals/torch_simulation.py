@@ -15,14 +15,12 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 from unittest import mock
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-
-from distwrap.simulated import Simulation
 
 BACKEND = "simulated"
 
@@ -66,11 +64,12 @@ def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
+def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
     """Let torch make simulated groups within a ``with``, whatever backend a rank names, and let ranks' time be ours.
 
     ``time.sleep`` and the clocks of `time` are replaced for the ranks' threads: a rank that looks for a file again and
-    again would else never give up its turn. So is ``signal.signal``, which Python refuses outside of the main thread.
+    again would else never give up its turn. So are ``signal.signal``, which Python refuses outside of the main thread,
+    and ``os._exit``, with which a rank dies.
     Modules are noted where they are made, copied or unpickled, to know which rank's they are. Nothing is compiled:
     ranks would share what was compiled for the first.
 
@@ -86,12 +85,13 @@ def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # the package has a function of this name
     isolate: Callable[[bool], None] = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009
     helper: Any = c10d._new_process_group_helper
-    real_sleep, real_signal, simulated = time.sleep, signal.signal, dist.Backend(BACKEND)
+    scheduler, simulated = simulation.scheduler, dist.Backend(BACKEND)
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        said = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
-        rank = int(said["rank"] if "rank" in said else os.environ["RANK"])
-        yield store, rank, int(said["world_size"] if "world_size" in said else os.environ["WORLD_SIZE"])
+        said = {name: os.environ[name.upper()] for name in ("rank", "world_size")} | dict(
+            parse_qsl(urlparse(url).query)
+        )
+        yield store, int(said["rank"]), int(said["world_size"])
 
     def make_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(dict.fromkeys({"device_id", "pg_options", "backend_options"} & kwargs.keys()))
@@ -102,31 +102,31 @@ def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(named))
         return group, prefixed
 
-    def set_signal(number: Any, handler: Any) -> Any:
-        in_main = threading.current_thread() is threading.main_thread()
-        return real_signal(number, handler) if in_main or not simulation.is_rank() else signal.getsignal(number)
+    def of_ranks(owner: Any, name: str, answer: Callable[..., Any]) -> tuple[Any, str, Any]:
+        """Let ranks' threads call another function, given the real one first."""
+        real = getattr(owner, name)
 
-    def ahead(clock: Callable[[], float]) -> Callable[[], float]:
-        return lambda: clock() + simulation.scheduler.slept if simulation.is_rank() else clock()
+        @wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return answer(real, *args, **kwargs) if simulation.is_rank() else real(*args, **kwargs)
 
-    def noted(make: Callable[..., None]) -> Callable[..., None]:
-        @wraps(make)
-        def begin(module: Any, *args: Any, **kwargs: Any) -> None:
-            simulation.note_maker(module)
-            make(module, *args, **kwargs)
+        return owner, name, call
 
-        return begin
+    def set_signal(real: Any, number: Any, handler: Any) -> Any:
+        is_main = threading.current_thread() is threading.main_thread()
+        return real(number, handler) if is_main else signal.getsignal(number)
+
+    def make_module(real: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        simulation.note_maker(module)
+        real(module, *args, **kwargs)
 
     changes: list[tuple[Any, str, Any]] = [
         (c10d, "_new_process_group_helper", make_group),
-        (
-            time,
-            "sleep",
-            lambda seconds, /: (simulation.scheduler.sleep if simulation.is_rank() else real_sleep)(seconds),
-        ),
-        (signal, "signal", set_signal),
-        *((nn.Module, name, noted(getattr(nn.Module, name))) for name in ("__init__", "__setstate__")),
-        *((time, name, ahead(getattr(time, name))) for name in ("monotonic", "time", "perf_counter")),
+        of_ranks(time, "sleep", lambda _, seconds: scheduler.sleep(seconds)),
+        of_ranks(os, "_exit", lambda *_: scheduler.kill()),
+        of_ranks(signal, "signal", set_signal),
+        *(of_ranks(nn.Module, name, make_module) for name in ("__init__", "__setstate__")),
+        *(of_ranks(time, name, lambda now: now() + scheduler.slept) for name in ("monotonic", "time", "perf_counter")),
     ]
     handlers = dict.fromkeys(("env", "tcp", "file"), meet)
     with replaced(changes), mock.patch.dict(rendezvous._rendezvous_handlers, handlers):

@@ -50,6 +50,7 @@ _CHANGES = {
     **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), _ONE),
 }
 _SECONDS = 600.0  # for a world
+_exit = os._exit  # which is the end of a rank, where one is simulated
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def run(program: Program, size: Size, folder: str | None = None) -> World:
                 except BaseException:  # noqa: BLE001 - whose caller is the parent's
                     traceback.print_exc(file=sys.__stderr__)
                 finally:
-                    os._exit(1)
+                    _exit(1)
             children.add(child)
         statuses = list[int]()
 
@@ -263,9 +264,9 @@ class _Child:
         torch.save(self._world, own.with_suffix(".part"))
         own.with_suffix(".part").replace(own)
         if self._world.error:
-            os._exit(1)
+            _exit(1)
         wait_until(lambda: all(each.exists() for each in self._found), _SECONDS)  # others may need this process
-        os._exit(0)
+        _exit(0)
 
     def _alike(self) -> Any:
         """Return a context in which ranks get the samples, and the mean of gradients, that one process has."""
@@ -299,10 +300,9 @@ class _Child:
     def _enough(self) -> None:
         """Let this rank stand still after its steps, and end the world where all have made them."""
         self._done.add(self._rank_now())
-        running: Any = simulated.running
-        if running is None or len(self._done) >= self._size.ranks:
+        if (running := simulated.running) is None or len(self._done) >= self._size.ranks:
             self._end()
-        running.condition().wait(words="the other ranks of a proof, which has seen enough")
+        running.scheduler.wait(bool, "the other ranks of a proof, which has seen enough")
 
     def _start(self) -> Any:
         """Run the program, and return what a function has returned."""

@@ -16,7 +16,7 @@ from distwrap.options import TEST_RANKS, Options
 from distwrap.registry import strategies
 
 if TYPE_CHECKING:
-    from distwrap.testing.simulation.faults import Fail
+    from distwrap.testing.simulation.scheduler import Fail
 
 R = TypeVar("R")
 

@@ -277,6 +277,17 @@ def test_what_fails_on_demand() -> None:
         simulate(_meets, 2, fail=lambda rank, number, what: "die" if (rank, what) == (1, "barrier()") else None)
 
 
+def _exits(rank: int) -> None:
+    if dw.rank() == rank:
+        os._exit(3)
+    dw.barrier()
+
+
+def test_a_rank_that_ends_its_process_dies_alone() -> None:
+    with pytest.raises(WorkerDiedError, match="rank 1 was killed"):
+        simulate(_exits, 3, 1)
+
+
 def _interrupted() -> None:
     if dw.rank() == 0:
         dw.barrier()

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Literal
 
 from distwrap.devices.selection import visible_devices
-from distwrap.environments import distwrap_environment
+from distwrap.environments import Placement, distwrap_environment
 from distwrap.errors import OptionError, WorkerDiedError
 from distwrap.group import failures, setup
 from distwrap.launch import transport, worker
@@ -18,9 +18,7 @@ from distwrap.launch.callers_models import given_models, say_what_stays
 from distwrap.launch.outcome import Outcome, failure, success
 from distwrap.launch.task import Assignment
 from distwrap.strategies.base import Strategy
-from distwrap.testing.simulation.faults import Fail, let_fail
-from distwrap.testing.simulation.process_state import ProcessState
-from distwrap.testing.simulation.scheduler import Cancelled
+from distwrap.testing.simulation.scheduler import Fail
 from distwrap.testing.simulation.simulation import Simulation
 
 
@@ -50,19 +48,20 @@ class SimulateLauncher(Launcher):
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
         simulation, outcomes = Simulation(job.nprocs, self.schedule), list[Outcome]()
-        places = [distwrap_environment.on_one_node(rank, job.nprocs) for rank in range(job.nprocs)]
         # In a notebook, and under pytest, the ranks share all modules.
         main = sys.modules["__main__"]
         is_script = os.path.isfile(getattr(main, "__file__", None) or "") and "pytest" not in sys.modules
 
-        def state(rank: int) -> ProcessState:
+        def variables(place: Placement) -> dict[str, str]:
+            return distwrap_environment.variables(place, self.name, "simulated")
+
+        def modules() -> dict[str, ModuleType]:
             own = ModuleType("__main__")
             own.__dict__.update(vars(main))
-            variables = distwrap_environment.variables(places[rank], self.name, "simulated")
-            return ProcessState(variables, {"__main__": own} if is_script else None)
+            return {"__main__": own}
 
-        def body(rank: int) -> None:
-            assignment = replace(plan, placement=places[rank])
+        def body(place: Placement) -> None:
+            assignment = replace(plan, placement=place)
             assert assignment.payload is not None
             task = transport.unpack(assignment.payload)
             try:
@@ -71,19 +70,17 @@ class SimulateLauncher(Launcher):
                 say_what_stays(task, given, value)
                 packed = worker.packed(assignment, task, value, trained)
                 setup.teardown_process_group()
-                outcomes.append(success(rank, packed))
-            except Cancelled:
-                raise
+                outcomes.append(success(place.rank, packed))
             except BaseException as error:
-                if simulation.scheduler.failure is None:  # else this only follows from it
-                    outcomes.append(failure(rank, failures.explained(error)))
+                if not simulation.scheduler.ends:  # else this only follows from it
+                    outcomes.append(failure(place.rank, failures.explained(error)))
                 raise
 
-        simulation.announce("" if is_script else ", and share all modules")
         if self.fail is not None:
-            let_fail(simulation.scheduler, self.fail)
+            simulation.scheduler.let_fail(self.fail)
+        more = "" if is_script else ", and share all modules"
         # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
-        simulation.run(body, state, first_here=False)
+        simulation.run(body, variables, modules if is_script else None, more, first_here=False)
         if any(outcome.failed for outcome in outcomes):
             return outcomes
         for task in simulation.scheduler.tasks:

@@ -73,22 +73,13 @@ class ProcessState:
         modules: the rank's own while another rank has its turn; ``None`` where all are shared.
     """
 
-    def __init__(
-        self, variables: Mapping[str, str] | None = None, modules: dict[str, ModuleType] | None = None
-    ) -> None:
+    def __init__(self, variables: Mapping[str, str], modules: dict[str, ModuleType] | None) -> None:
         self._values = [_copied(get()) for get, _ in _PARTS]
         groups = [type(value)() for value in self._values[-len(group_tables()) :]]
         self._values[-len(groups) :] = groups
         code = os.fsencode if os.supports_bytes_environ else str
-        self._values[0] |= {code(name): code(value) for name, value in (variables or {}).items()}
+        self._values[0] |= {code(name): code(value) for name, value in variables.items()}
         self.modules, self._count = modules, 0
-
-    @classmethod
-    def capture(cls, *, owns_modules: bool = False) -> ProcessState:
-        """Return the state of this process."""
-        found = cls(modules={} if owns_modules else None)
-        found.leave()
-        return found
 
     def enter(self) -> None:
         """Make this the state of the process."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,16 +18,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from distwrap import simulated
 from distwrap._internals.torch import default_device
 from distwrap._internals.torch_simulation import BACKEND, simulated_torch
-from distwrap.environments import Placement
+from distwrap.environments import Placement, distwrap_environment
 from distwrap.errors import LaunchError
 from distwrap.group.world import active_world, deactivate
 from distwrap.network import rendezvous
 from distwrap.options import QUIET, switched_on
 from distwrap.supervision.channel import Channel
-from distwrap.testing.simulation.groups import Exchanges, SimulatedGroup
+from distwrap.testing.simulation.groups import Exchanges, SimulatedGroup, SimulatedStore
 from distwrap.testing.simulation.process_state import ProcessState
-from distwrap.testing.simulation.scheduler import Cancelled, Rank, Scheduler, Signal, Task
-from distwrap.testing.simulation.store import SimulatedStore
+from distwrap.testing.simulation.scheduler import Cancelled, Rank, Scheduler, Task
 from distwrap.wording import print_notice
 
 
@@ -51,17 +51,22 @@ class Simulation:
         self._makers: dict[int, int] = {}  # of modules, by their ids
         self._process = os.getpid()
 
-    def announce(self, more: str) -> None:
-        """Print the start line, unless the run is to be quiet."""
-        if not switched_on(os.environ, QUIET):
-            print_notice(f"{self._ranks} simulated ranks: threads of this process, which take turns{more}")
-
-    def run(self, body: Callable[[int], object], state: Callable[[int], ProcessState], *, first_here: bool) -> None:
+    def run(
+        self,
+        body: Callable[[Placement], object],
+        variables: Callable[[Placement], dict[str, str]],
+        modules: Callable[[], dict[str, ModuleType]] | None,
+        more: str,
+        *,
+        first_here: bool,
+    ) -> None:
         """Run a function for each rank, until all have returned or none can go on; the scheduler knows of failures.
 
         Args:
-            body: what each rank runs, given its number.
-            state: returns that of a rank's process at the start.
+            body: what each rank runs, given its place.
+            variables: returns a rank's environment variables, besides those of this process.
+            modules: returns those with which a rank begins, where it has modules of its own.
+            more: for the start line, which says that ranks are simulated.
             first_here: whether rank 0 runs in this thread, which gets signals.
 
         Raises:
@@ -69,40 +74,42 @@ class Simulation:
         """
         if simulated.running is not None:
             raise LaunchError("ranks are simulated in this process already: one simulation runs at a time.")
-        default, threads, clock = default_device(), torch.get_num_threads(), self.scheduler
+        if not switched_on(os.environ, QUIET):
+            print_notice(f"{self._ranks} simulated ranks: threads of this process, which take turns{more}")
+        default, threads, scheduler = default_device(), torch.get_num_threads(), self.scheduler
 
-        def run(rank: int) -> None:
+        def run(place: Placement) -> None:
             torch.set_num_threads(threads)  # which OpenMP keeps for each thread
             missing = default if default_device() != default else None  # the caller's is that of its thread alone
             with torch.autograd.set_multithreading_enabled(False), missing or nullcontext():
                 try:
-                    body(rank)
-                except Cancelled:
-                    raise
+                    body(place)
                 except BaseException as error:
-                    clock.fail(error, clock.current())  # before the rank leaves, which may lead to others
+                    scheduler.fail(error, scheduler.current())  # before the rank leaves, which may lead to others
                     raise
                 finally:
                     _leave()
 
-        states = [state(rank) for rank in range(self._ranks)]
-        for number, own in enumerate(states):
-            Task(clock, Rank(number, own), partial(run, number), is_main=True).start()
-        here = ProcessState.capture(owns_modules=states[0].modules is not None)
+        for number in range(self._ranks):
+            place = distwrap_environment.on_one_node(number, self._ranks)
+            state = ProcessState(variables(place), modules and modules())
+            Task(scheduler, Rank(number, state), partial(run, place)).start()
+        here = ProcessState({}, modules and {})
+        here.leave()
         with simulated_torch(self, self._store):
             simulated.running = self
             try:
-                clock.run(first_here=first_here)
+                scheduler.run(first_here=first_here)
             finally:
                 simulated.running = None
                 here.enter()
 
     def make_group(self, options: Any) -> SimulatedGroup:
         """Return a process group of the rank whose turn it is."""
-        key = (options.group_id, tuple(options.global_ranks_in_group))
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        key = (options.group_id, *ranks)
         self._groups[self.rank(), key] += 1  # torch begins to count names anew where all groups were destroyed
-        unique = (key, self._groups[self.rank(), key])
-        return SimulatedGroup(self._exchanges, options.group_rank, options.group_size, unique)
+        return SimulatedGroup(self._exchanges, options.group_rank, ranks, (key, self._groups[self.rank(), key]))
 
     def rank(self) -> int:
         """Return the rank whose thread this is; 0 in any other thread."""
@@ -118,6 +125,9 @@ class Simulation:
     def note_maker(self, module: Any) -> None:
         self._makers[id(module)] = self.rank()
 
+    def has_made(self, module: Any) -> bool:
+        return self._makers.get(id(module)) == self.rank()
+
     def meet(self, placement: Placement) -> Store:
         store: Store = PrefixStore(f"distwrap/{rendezvous.begin_meeting()}", self._store)
         said = {**rendezvous.registration(self.device), "gpu": None, "address": None}
@@ -125,18 +135,7 @@ class Simulation:
         return store
 
     def channel(self, *args: Any) -> Channel:
-        return _SimulatedChannel(self, self._store.board.rings[self.rank()], *args)
-
-    def thread(self, run: Callable[[], object]) -> Task:
-        current = self.scheduler.current()
-        assert current is not None
-        return Task(self.scheduler, current.rank, run, is_main=False)
-
-    def condition(self) -> Signal:
-        return Signal(self.scheduler)
-
-    def has_made(self, module: Any) -> bool:
-        return self._makers.get(id(module)) == self.rank()
+        return _SimulatedChannel(self.scheduler, *args)
 
 
 def _leave() -> None:
@@ -163,20 +162,19 @@ dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[
 class _SimulatedChannel(Channel):
     """Side channel of a simulated rank: it serves what others ask. Who is stuck, or gone, the scheduler knows."""
 
-    def __init__(self, simulation: Simulation, ring: Signal, *args: Any) -> None:
+    def __init__(self, scheduler: Scheduler, *args: Any) -> None:
         super().__init__(*args)
-        self._ring, self._thread = ring, simulation.thread(self._run)  # type: ignore[assignment]
+        self._scheduler, self._thread = scheduler, scheduler.thread(self._run, "distwrap-channel")
 
     def _halt(self) -> None:
         self._stopped.set()
-        self._ring.notify_all()
         self._bells.close()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            heard = self._bells.heard()
-            if heard == self._heard:
-                self._ring.wait(words="news of other ranks")
-            else:
-                self._heard = heard
-                self.work.look(True)
+            self._scheduler.wait(lambda: self._stopped.is_set() or self._is_rung(), "news of other ranks")
+            self._heard = self._bells.heard()
+            self.work.look(True)
+
+    def _is_rung(self) -> bool:
+        return self._bells.heard() != self._heard
