@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from torch.distributed.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from distwrap._internals.torch_simulation import replaced
+from distwrap._internals.torch_simulation import answering
 from distwrap.errors import LaunchError
 
 _TYPES = ("cuda", "xpu", "mps", "hpu", "npu")
@@ -85,8 +86,11 @@ class _Nothing:
         return lambda *_, **__: {"elapsed_time": 0.0, "query": True}.get(name)
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
-    return None
+def _give(answer: Any, *_: Any, **__: Any) -> Any:
+    return answer() if callable(answer) else answer
+
+
+_do_nothing = partial(_give, None)
 
 
 def _answers(ranks: int, rank: Callable[[], int], *, is_cpu: bool) -> dict[str, Any]:
@@ -133,70 +137,53 @@ def answered_for_ranks(
         mode: of the ranks' threads, with the device of all.
     """
 
-    def for_script(real: Any, answer: Any) -> Any:
-        @wraps(real)
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            if not is_users(sys._getframe(1).f_code.co_filename):
-                return real(*args, **kwargs)
-            return answer() if callable(answer) else answer
+    def rename(real: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(*map(mode.of, args), **{key: mode.of(value) for key, value in kwargs.items()})
 
-        return answer if inspect.isclass(real) and isinstance(answer, type) else asked
+    def make_mesh(real: Any, mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        real(mesh, mode.of(device_type), *args, **kwargs)
 
-    def renamed(owner: Any, name: str, of: Callable[[Any], Any] = mode.of) -> tuple[Any, str, Any]:
-        """Let a function get of each argument what another returns for it."""
-        real = getattr(owner, name)
-
-        @wraps(real)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return real(*map(of, args), **{key: of(value) for key, value in kwargs.items()})
-
-        return owner, name, call
-
-    ddp = nn.parallel.DistributedDataParallel
-    make_ddp, begin = ddp.__init__, dist.init_process_group
-
-    @wraps(make_ddp)
-    def init_ddp(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any
+    def make_ddp(
+        real: Any, ddp: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        make_ddp(self, module, None, None, *args, **kw)
+        real(ddp, module, None, None, *args, **kwargs)
 
-    @wraps(begin)
-    def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    def init_process_group(real: Any, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
-        begin(*args, **kwargs)
+        real(*args, **kwargs)
 
     class Generator(torch.Generator):
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
 
-    changes: list[tuple[Any, str, Any]] = [
+    ddp = nn.parallel.DistributedDataParallel
+    always: list[tuple[Any, str, Any]] = [
         (torch, "Generator", Generator),
         (torch.multiprocessing, "spawn", _refuse_spawn),
         (dist, "init_process_group", init_process_group),
-        (ddp, "__init__", init_ddp),
-        renamed(torch, "load"),
-        renamed(torch, "set_default_device"),
-        renamed(device_mesh.DeviceMesh, "__init__", lambda value: mode.of(value) if isinstance(value, str) else value),
-        renamed(torch.random, "fork_rng"),  # which torch's pipelines call too
+        (ddp, "__init__", make_ddp),
+        (torch, "load", rename),
+        (torch, "set_default_device", rename),
+        (torch.random, "fork_rng", rename),  # which torch's pipelines call too
+        (device_mesh.DeviceMesh, "__init__", make_mesh),
     ]
+    if mode.is_cpu:  # whose parsers of arguments refuse our streams before a mode sees the call
+        always += [(torch.Tensor, "record_stream", _do_nothing), (nn.SyncBatchNorm, "forward", _normalize)]
+        always += [(ddp, "_passing_sync_batchnorm_handle", _do_nothing)]
+        always += [(torch.cuda.nvtx, name, _do_nothing) for name in ("range_push", "range_pop", "mark")]
+    of_scripts: list[tuple[Any, str, Any]] = []
     answers = _answers(ranks, rank, is_cpu=mode.is_cpu)
     for module in (torch.cuda, torch.accelerator):
         for name, real in vars(module).items():
             # Graphs are refused by torch itself.
-            is_idle = mode.is_cpu and inspect.isroutine(real) and name[0] != "_" and "graph" not in name
-            if name in answers or is_idle:
+            if name in answers or (mode.is_cpu and inspect.isroutine(real) and not re.search("^_|graph", name)):
                 answer = answers.get(name, 0 if name.startswith(("memory_", "max_memory_")) else None)
-                changes.append((module, name, for_script(real, answer)))
-    if mode.is_cpu:  # whose parsers of arguments refuse our streams before a mode sees the call
-        changes += [(torch.Tensor, "record_stream", _do_nothing), (nn.SyncBatchNorm, "forward", _normalize)]
-        changes += [(ddp, "_passing_sync_batchnorm_handle", _do_nothing)]
-        changes += [(torch.cuda.nvtx, name, _do_nothing) for name in ("range_push", "range_pop", "mark")]
-    with replaced(changes):
+                of_scripts.append((module, name, answer if inspect.isclass(real) else partial(_give, answer)))
+    with answering(always, lambda: True), answering(of_scripts, lambda: is_users(sys._getframe(2).f_code.co_filename)):
         yield
 
 
-def _normalize(self: Any, x: Any) -> Any:
+def _normalize(_: Any, self: Any, x: Any) -> Any:
     """Be ``SyncBatchNorm.forward`` on the CPU, where torch has none."""
     if not (self.training and dist.is_initialized()):
         return _BatchNorm.forward(self, x)

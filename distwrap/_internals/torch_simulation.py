@@ -64,6 +64,29 @@ def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
+def answering(answers: Sequence[tuple[Any, str, Callable[..., Any]]], when: Callable[[], bool]) -> Iterator[None]:
+    """Let functions be others within a ``with`` where a condition holds, and classes others.
+
+    Args:
+        answers: owners, names, and what answers there; a function gets the real one first.
+        when: returns whether the caller is answered.
+    """
+
+    def answered(real: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(answer, type):
+            return answer
+
+        @wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return answer(real, *args, **kwargs) if when() else real(*args, **kwargs)
+
+        return call
+
+    with replaced([(owner, name, answered(getattr(owner, name), answer)) for owner, name, answer in answers]):
+        yield
+
+
+@contextmanager
 def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
     """Let torch make simulated groups within a ``with``, whatever backend a rank names, and let ranks' time be ours.
 
@@ -84,7 +107,6 @@ def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
     """
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # the package has a function of this name
     isolate: Callable[[bool], None] = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009
-    helper: Any = c10d._new_process_group_helper
     scheduler, simulated = simulation.scheduler, dist.Backend(BACKEND)
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
@@ -93,24 +115,14 @@ def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
         )
         yield store, int(said["rank"]), int(said["world_size"])
 
-    def make_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    def make_group(real: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(dict.fromkeys({"device_id", "pg_options", "backend_options"} & kwargs.keys()))
-        group, prefixed = helper(size, rank, ranks, simulated, *args, **kwargs)
+        group, prefixed = real(size, rank, ranks, simulated, *args, **kwargs)
         if prefixed is not None:
             named = dist.Backend(str(backend))
             c10d._world.pg_map[group] = (named, prefixed)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(named))
         return group, prefixed
-
-    def of_ranks(owner: Any, name: str, answer: Callable[..., Any]) -> tuple[Any, str, Any]:
-        """Let ranks' threads call another function, given the real one first."""
-        real = getattr(owner, name)
-
-        @wraps(real)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return answer(real, *args, **kwargs) if simulation.is_rank() else real(*args, **kwargs)
-
-        return owner, name, call
 
     def set_signal(real: Any, number: Any, handler: Any) -> Any:
         is_main = threading.current_thread() is threading.main_thread()
@@ -120,19 +132,22 @@ def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
         simulation.note_maker(module)
         real(module, *args, **kwargs)
 
-    changes: list[tuple[Any, str, Any]] = [
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
         (c10d, "_new_process_group_helper", make_group),
-        of_ranks(time, "sleep", lambda _, seconds: scheduler.sleep(seconds)),
-        of_ranks(os, "_exit", lambda *_: scheduler.kill()),
-        of_ranks(signal, "signal", set_signal),
-        *(of_ranks(nn.Module, name, make_module) for name in ("__init__", "__setstate__")),
-        *(of_ranks(time, name, lambda now: now() + scheduler.slept) for name in ("monotonic", "time", "perf_counter")),
+        (time, "sleep", lambda _, seconds: scheduler.sleep(seconds)),
+        (os, "_exit", lambda *_: scheduler.kill()),
+        (signal, "signal", set_signal),
+        *((nn.Module, name, make_module) for name in ("__init__", "__setstate__")),
+        *((time, name, lambda now: now() + scheduler.slept) for name in ("monotonic", "time", "perf_counter")),
     ]
     handlers = dict.fromkeys(("env", "tcp", "file"), meet)
-    with replaced(changes), mock.patch.dict(rendezvous._rendezvous_handlers, handlers):
+    with (
+        answering(answers, simulation.is_rank),
+        mock.patch.dict(rendezvous._rendezvous_handlers, handlers),
+        torch.compiler.set_stance("force_eager"),
+    ):
         isolate(True)
         try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
+            yield
         finally:
             isolate(False)

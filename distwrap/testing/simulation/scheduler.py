@@ -15,13 +15,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from distwrap import simulated
 from distwrap.errors import DeadlockError
 from distwrap.supervision import stacks
-from distwrap.testing.simulation.process_state import ProcessState
+from distwrap.testing.simulation.process_state import Process
 
 _MOMENTS = 5000  # of the clock, after which ranks that only look again and again count as stuck
 _INTERRUPT_SECONDS = 5.0  # for the thread whose turn it is to come to a wait after Ctrl-C
@@ -59,23 +58,6 @@ class Condition(threading.Condition):
     def __exit__(self, *_: object) -> None: ...
 
 
-@dataclass(eq=False)
-class Rank:
-    """Simulated rank.
-
-    Attributes:
-        number: the rank.
-        state: what a process has of its own, while another rank has its turn.
-        events: the number of collectives, messages, and operations on stores and files that it has begun.
-        is_dead: whether it was killed.
-    """
-
-    number: int
-    state: ProcessState
-    events: int = 0
-    is_dead: bool = False
-
-
 class Task(threading.Thread):
     """Thread of a simulated rank. Python's own begins with its first turn; a main thread may be one that runs already.
 
@@ -88,7 +70,7 @@ class Task(threading.Thread):
         has_ended: whether its body has returned or raised.
     """
 
-    def __init__(self, scheduler: Scheduler, rank: Rank, body: Callable[[], object], name: str = "") -> None:
+    def __init__(self, scheduler: Scheduler, rank: Process, body: Callable[[], object], name: str = "") -> None:
         super().__init__(name=name or f"rank {rank.number}", daemon=True)
         self.scheduler, self.rank, self.body, self.is_main = scheduler, rank, body, not name
         self.turn: Any = threading.Lock()
@@ -162,7 +144,7 @@ class Scheduler:
         self._waiting: dict[Task, None] = {}  # in the order in which they began
         self._passed = 0  # moments since a main thread was woken by another thread
         self._is_over = threading.Event()
-        self._active: Rank | None = None
+        self._active: Process | None = None
 
     def current(self) -> Task | None:
         """Return the task of this thread; ``None`` in a thread of which the simulation knows nothing."""
@@ -183,7 +165,7 @@ class Scheduler:
             self.pass_on()
         self.until(self._is_over.wait)
         if self._active is not None:
-            self._active.state.leave()
+            self._active.leave()
         for task in self.tasks:
             if task.ident is not None:  # it was started
                 threading.Thread.join(task)
@@ -197,9 +179,9 @@ class Scheduler:
         """Let a thread go on, which is this one's last act until its own turn."""
         if self._active is not task.rank:
             if self._active is not None:
-                self._active.state.leave()
+                self._active.leave()
             self._active = task.rank
-            task.rank.state.enter()
+            task.rank.enter()
         if task.thread_id is None:
             threading.Thread.start(task)
         task.turn.release()

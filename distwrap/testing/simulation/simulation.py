@@ -1,15 +1,17 @@
-"""A simulation: ranks as threads of this process, with a store, groups and a side channel that know the turns."""
+"""A simulation: ranks as threads of this process, which take turns; and ``launcher="simulate"``, which begins one."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,15 +20,23 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from distwrap import simulated
 from distwrap._internals.torch import default_device
 from distwrap._internals.torch_simulation import BACKEND, simulated_torch
+from distwrap.devices.selection import visible_devices
 from distwrap.environments import Placement, distwrap_environment
-from distwrap.errors import LaunchError
+from distwrap.errors import LaunchError, OptionError, WorkerDiedError
+from distwrap.group import failures, setup
 from distwrap.group.world import active_world, deactivate
+from distwrap.launch import transport, worker
+from distwrap.launch.base import Job, Launcher
+from distwrap.launch.callers_models import given_models, say_what_stays
+from distwrap.launch.outcome import Outcome, failure, success
+from distwrap.launch.task import Assignment
 from distwrap.network import rendezvous
 from distwrap.options import QUIET, switched_on
+from distwrap.strategies.base import Strategy
 from distwrap.supervision.channel import Channel
 from distwrap.testing.simulation.groups import Exchanges, SimulatedGroup, SimulatedStore
-from distwrap.testing.simulation.process_state import ProcessState
-from distwrap.testing.simulation.scheduler import Cancelled, Rank, Scheduler, Task
+from distwrap.testing.simulation.process_state import Process
+from distwrap.testing.simulation.scheduler import Cancelled, Fail, Scheduler, Task
 from distwrap.wording import print_notice
 
 
@@ -92,9 +102,8 @@ class Simulation:
 
         for number in range(self._ranks):
             place = distwrap_environment.on_one_node(number, self._ranks)
-            state = ProcessState(variables(place), modules and modules())
-            Task(scheduler, Rank(number, state), partial(run, place)).start()
-        here = ProcessState({}, modules and {})
+            Task(scheduler, Process(number, variables(place), modules and modules()), partial(run, place)).start()
+        here = Process(-1, {}, modules and {})
         here.leave()
         with simulated_torch(self, self._store):
             simulated.running = self
@@ -178,3 +187,73 @@ class _SimulatedChannel(Channel):
 
     def _is_rung(self) -> bool:
         return self._bells.heard() != self._heard
+
+
+class SimulateLauncher(Launcher):
+    """Threads of this process, of which exactly one runs, and which take turns where they wait for each other.
+
+    Args:
+        schedule: a number that draws the order of the turns; ``None`` for the order in which ranks became ready.
+        fail: what fails at which rank and event; see `distwrap.testing.simulate`.
+    """
+
+    name = "simulate"
+    runs_one_rank = True
+
+    def __init__(self, schedule: int | None = None, fail: Fail | None = None) -> None:
+        self.schedule, self.fail = schedule, fail
+
+    def count(self, nprocs: int | Literal["auto"]) -> int:
+        return max(1, visible_devices().count) if nprocs == "auto" else nprocs
+
+    def check(self, job: Job) -> None:
+        strategy = job.task.options.strategy
+        if isinstance(strategy, Strategy) and type(strategy).join is not Strategy.join:
+            raise OptionError(
+                f"strategy={strategy!r} meets in a way of its own, which cannot be simulated: choose another launcher."
+            )
+
+    def run(self, job: Job, plan: Assignment) -> list[Outcome]:
+        simulation, outcomes = Simulation(job.nprocs, self.schedule), list[Outcome]()
+        # In a notebook, and under pytest, the ranks share all modules.
+        main = sys.modules["__main__"]
+        is_script = os.path.isfile(getattr(main, "__file__", None) or "") and "pytest" not in sys.modules
+
+        def variables(place: Placement) -> dict[str, str]:
+            return distwrap_environment.variables(place, self.name, "simulated")
+
+        def modules() -> dict[str, ModuleType]:
+            own = ModuleType("__main__")
+            own.__dict__.update(vars(main))
+            return {"__main__": own}
+
+        def body(place: Placement) -> None:
+            assignment = replace(plan, placement=place)
+            assert assignment.payload is not None
+            task = transport.unpack(assignment.payload)
+            try:
+                given = given_models(task)
+                value, trained = worker.take_part(assignment, task, lambda report: None)
+                say_what_stays(task, given, value)
+                packed = worker.packed(assignment, task, value, trained)
+                setup.teardown_process_group()
+                outcomes.append(success(place.rank, packed))
+            except BaseException as error:
+                if not simulation.scheduler.ends:  # else this only follows from it
+                    outcomes.append(failure(place.rank, failures.explained(error)))
+                raise
+
+        if self.fail is not None:
+            simulation.scheduler.let_fail(self.fail)
+        more = "" if is_script else ", and share all modules"
+        # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
+        simulation.run(body, variables, modules if is_script else None, more, first_here=False)
+        if any(outcome.failed for outcome in outcomes):
+            return outcomes
+        for task in simulation.scheduler.tasks:
+            if task.rank.is_dead:
+                number, event = task.rank.number, task.rank.events
+                raise WorkerDiedError(f"rank {number} was killed at its event {event}.", rank=number)
+        if simulation.scheduler.failure is not None:
+            raise simulation.scheduler.failure
+        return outcomes
