@@ -70,15 +70,11 @@ class OneDevice(TorchFunctionMode):
         return self.device if is_number or getattr(value, "type", "") in _TYPES else value
 
 
-class _Nothing:
+class _Nothing(contextlib.nullcontext[Any]):
     """Stream, event or the like that does nothing: on the CPU all is done where it is called."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(self)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -111,10 +107,8 @@ def _answers(ranks: int, rank: Callable[[], int], *, is_cpu: bool) -> dict[str, 
     if is_cpu:
         answers |= dict.fromkeys(("stream", "current_stream", "default_stream"), _Nothing)
         answers |= dict.fromkeys(("mem_get_info", "get_memory_info"), (_BYTES, _BYTES))
-        answers["get_device_properties"] = SimpleNamespace(
-            name="a simulated device", total_memory=_BYTES, major=8, minor=0, multi_processor_count=1, warp_size=32
-        )
-        answers["memory_stats"] = Counter
+        said = SimpleNamespace(name="a simulated device", total_memory=_BYTES, major=8, minor=0)
+        answers |= {"get_device_properties": said, "memory_stats": Counter}
         # Classes that differ, since torch.compile keeps tables of them.
         answers |= {name: type(name, (_Nothing,), {}) for name in ("Stream", "Event", "device", "device_of")}
     return answers

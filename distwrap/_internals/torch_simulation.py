@@ -46,12 +46,8 @@ def hook_tables() -> list[tuple[Any, str]]:
     Without it: such hooks of one simulated rank are called in the steps of all.
     """
     modules = [import_module(name) for name in ("torch.optim.optimizer", "torch.nn.modules.module")]
-    return [
-        (module, name)
-        for module in modules
-        for name, value in vars(module).items()
-        if name.startswith("_global_") and isinstance(value, dict)
-    ]
+    names = [(module, name) for module in modules for name in vars(module) if name.startswith("_global_")]
+    return [(module, name) for module, name in names if isinstance(getattr(module, name), dict)]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ Share = Literal["all", "root", "tensors", "parts"]
 
 
 class SimulatedStore(Store):
-    """Store in which simulated ranks meet.
+    """Store in which simulated ranks meet, with all else that they exchange.
 
     Args:
         scheduler: of the ranks' threads.
@@ -37,16 +37,22 @@ class SimulatedStore(Store):
 
     Attributes:
         board: of the ranks, beside the store.
+        collectives: that are under way.
+        mail: messages that nobody has received yet, and those who wait for one.
+        works: handles of what is under way: torch 2.6 keeps the native part of one alone, which waits forever.
     """
 
     def __init__(self, scheduler: Scheduler, ranks: int) -> None:
         super().__init__()
-        self._scheduler, self._table = scheduler, HashStore()
+        self.scheduler, self._table = scheduler, HashStore()
         self.board = Board(ranks=ranks, texts=True)
+        self.collectives = defaultdict[Any, Collective](Collective)
+        self.mail = defaultdict[Any, list[Message]](list)
+        self.works = set[SimulatedWork]()
 
     def _call(self, name: str, *args: Any) -> Any:
-        if self._scheduler.current() is not None:  # the caller of the simulation reads it too
-            self._scheduler.event(f"store.{name}({args[0] if args else ''!r})")
+        if self.scheduler.current() is not None:  # the caller of the simulation reads it too
+            self.scheduler.event(f"store.{name}({args[0] if args else ''!r})")
         return getattr(self._table, name)(*args)
 
     set = partialmethod(_call, "set")
@@ -61,7 +67,7 @@ class SimulatedStore(Store):
         seconds = None if timeout is None else timeout.total_seconds()
         for key in keys:
             is_there, words = partial(self._table.check, [key]), f"the key {key!r} of the store"
-            if not self.check([key]) and not self._scheduler.wait(is_there, words, seconds):
+            if not self.check([key]) and not self.scheduler.wait(is_there, words, seconds):
                 raise dist.DistStoreError(f"wait timeout after {seconds} s, keys: /{key}")
 
     def get(self, key: str) -> bytes:
@@ -109,42 +115,32 @@ class Message:
     other: Message | None = None
 
 
-class Exchanges:
-    """Collectives and messages of a simulation that are under way."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.collectives = defaultdict[Any, Collective](Collective)
-        self.mail = defaultdict[Any, list[Message]](list)
-        self.works = set[SimulatedWork]()  # torch 2.6 keeps the native part of one alone, which waits forever
-
-
 class SimulatedWork(dist.Work):
     """Handle of a collective or message: `wait` gives up the rank's turn until it has ended, and writes the outputs.
 
     Args:
-        exchanges: of the simulation.
+        store: of the simulation.
         has_ended: returns whether it has.
         take: writes the outputs, and returns them.
         words: what it is.
     """
 
     def __init__(
-        self, exchanges: Exchanges, has_ended: Callable[[], bool], take: Callable[[], Any], words: Words = ""
+        self, store: SimulatedStore, has_ended: Callable[[], bool], take: Callable[[], Any], words: Words = ""
     ) -> None:
         super().__init__()
-        self._exchanges, self._has_ended, self._take, self._words = exchanges, has_ended, take, words
+        self._store, self._has_ended, self._take, self._words = store, has_ended, take, words
         self._result: Any = None
         self.source = -1
-        exchanges.works.add(self)
+        store.works.add(self)
 
     def result(self) -> Any:
         if self._result is None:
             if not self._has_ended():
-                self._exchanges.scheduler.wait(self._has_ended, self._words)
+                self._store.scheduler.wait(self._has_ended, self._words)
             self._result = self._take()
             del self._has_ended, self._take, self._words  # which hold all ranks' tensors
-            self._exchanges.works.discard(self)
+            self._store.works.discard(self)
         return self._result
 
     def wait(self, timeout: Any = None) -> bool:
@@ -163,7 +159,7 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         if self._result is None:
-            self._exchanges.scheduler.sleep(0)
+            self._store.scheduler.sleep(0)
         return (self._result is not None or self._has_ended()) and self.wait()
 
 
@@ -211,7 +207,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     """Process group of a simulated rank.
 
     Args:
-        exchanges: of the simulation.
+        store: of the simulation.
         rank: this rank's number in the group.
         ranks: the group's, in the world.
         key: the group, the same on all its ranks, and on no other group of the simulation.
@@ -219,9 +215,9 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     group_name = group_desc = ""
 
-    def __init__(self, exchanges: Exchanges, rank: int, ranks: Sequence[int], key: Any) -> None:
+    def __init__(self, store: SimulatedStore, rank: int, ranks: Sequence[int], key: Any) -> None:
         super().__init__(rank, len(ranks))
-        self._exchanges, self._rank, self._ranks, self._key, self._begun = exchanges, rank, ranks, key, 0
+        self._store, self._rank, self._ranks, self._key, self._begun = store, rank, ranks, key, 0
         self._together: list[SimulatedWork] | None = None  # begun since `_start_coalescing`
 
     def getBackendName(self) -> str:
@@ -249,7 +245,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: Any) -> SimulatedWork:
         works, self._together = self._together or [], None
-        return SimulatedWork(self._exchanges, lambda: True, lambda: [one for each in works for one in each.result()])
+        return SimulatedWork(self._store, lambda: True, lambda: [one for each in works for one in each.result()])
 
     # Collectives
 
@@ -267,7 +263,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             opts: torch's options: an operation, or a root.
             result: what a future of it holds; by default the outputs.
         """
-        exchanges, rank, size, ranks = self._exchanges, self._rank, len(self._ranks), self._ranks
+        store, rank, size, ranks = self._store, self._rank, len(self._ranks), self._ranks
         taken, given, root, how = _flat(outputs), _flat(inputs), getattr(opts, "rootRank", None), _operation(opts)
         # In a scatter only the root has inputs, and in an all-to-all their sizes may differ.
         shapes = list(map(_shape, taken if name == "scatter" else given))
@@ -277,9 +273,9 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         what = f"{name}({', '.join(words)})"
         if size > 1:  # whose operators torch's dispatcher never sees
             check_collectives_allowed(f"torch.distributed's {name}()")
-        exchanges.scheduler.event(what)
+        store.scheduler.event(what)
         key, self._begun = (self._key, self._begun), self._begun + 1
-        made = exchanges.collectives[key]
+        made = store.collectives[key]
         made.calls[rank] = what, stacks.locate(stacks.of_frame(stacks.users_frame()))[1]
         made.inputs[rank] = given
         if next(iter(made.calls.values()))[0] != what:
@@ -289,7 +285,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 "collectives in the same order, with tensors of the same shapes and types."
             )
         elif len(made.calls) == size:
-            del exchanges.collectives[key]
+            del store.collectives[key]
             try:
                 with torch.no_grad():
                     made.values = combine([made.inputs.pop(each) for each in range(size)], how, root)
@@ -312,7 +308,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                     _write(output, value)
             return result or ([outputs] if isinstance(outputs, Tensor) else outputs)
 
-        work = SimulatedWork(exchanges, lambda: made.values is not None or made.error is not None, take, awaited)
+        work = SimulatedWork(store, lambda: made.values is not None or made.error is not None, take, awaited)
         if self._together is not None:
             self._together.append(work)
         return work
@@ -371,8 +367,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _post(self, name: str, tensors: list[Tensor], words: str, box: Any, own: Message) -> SimulatedWork:
         """Match a message with the first that fits of those that lie in a rank's box, or lay it there."""
         what = f"{name}({', '.join([*map(_shape, tensors), words])})"
-        self._exchanges.scheduler.event(what)
-        waiting = self._exchanges.mail[self._key, box]
+        self._store.scheduler.event(what)
+        waiting = self._store.mail[self._key, box]
         fits = (each for each in waiting if each.is_sent != own.is_sent and {*each.sources} & {*own.sources})
         if other := next(fits, None):
             own.other, other.other = other, own
@@ -387,7 +383,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                     _write(tensor, value)
             return tensors
 
-        work = SimulatedWork(self._exchanges, lambda: own.other is not None, take, what)
+        work = SimulatedWork(self._store, lambda: own.other is not None, take, what)
         return work
 
 

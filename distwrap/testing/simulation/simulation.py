@@ -34,7 +34,7 @@ from distwrap.network import rendezvous
 from distwrap.options import QUIET, switched_on
 from distwrap.strategies.base import Strategy
 from distwrap.supervision.channel import Channel
-from distwrap.testing.simulation.groups import Exchanges, SimulatedGroup, SimulatedStore
+from distwrap.testing.simulation.groups import SimulatedGroup, SimulatedStore
 from distwrap.testing.simulation.process_state import Process
 from distwrap.testing.simulation.scheduler import Cancelled, Fail, Scheduler, Task
 from distwrap.wording import print_notice
@@ -56,7 +56,6 @@ class Simulation:
         self.scheduler = Scheduler(seed)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._ranks, self._store = ranks, SimulatedStore(self.scheduler, ranks)
-        self._exchanges = Exchanges(self.scheduler)
         self._groups: Counter[Any] = Counter()
         self._makers: dict[int, int] = {}  # of modules, by their ids
         self._process = os.getpid()
@@ -118,7 +117,7 @@ class Simulation:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         key = (options.group_id, *ranks)
         self._groups[self.rank(), key] += 1  # torch begins to count names anew where all groups were destroyed
-        return SimulatedGroup(self._exchanges, options.group_rank, ranks, (key, self._groups[self.rank(), key]))
+        return SimulatedGroup(self._store, options.group_rank, ranks, (key, self._groups[self.rank(), key]))
 
     def rank(self) -> int:
         """Return the rank whose thread this is; 0 in any other thread."""
