@@ -88,14 +88,12 @@ class Collective:
     Attributes:
         calls: for each rank the collective, with what must be alike on all ranks, and the line that has called it.
         inputs: the ranks' tensors, which they may not change before they have waited.
-        values: what the ranks receive.
-        error: of all ranks.
+        outcome: what the ranks receive, or the error of all ranks; ``None`` until it has ended.
     """
 
     calls: dict[int, tuple[str, str]] = field(default_factory=dict)
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    values: list[Tensor] | None = None
-    error: BaseException | None = None
+    outcome: list[Tensor] | Exception | None = None
 
 
 @dataclass(eq=False)
@@ -280,27 +278,27 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         made.inputs[rank] = given
         if next(iter(made.calls.values()))[0] != what:
             lines = [f"rank {ranks[each]}: {call} at {place}" for each, (call, place) in sorted(made.calls.items())]
-            made.error = made.error or CollectiveError(
+            made.outcome = CollectiveError(
                 "the ranks are in different collectives:\n" + "\n".join(lines) + "\nEvery rank must call the same "
                 "collectives in the same order, with tensors of the same shapes and types."
             )
-        elif len(made.calls) == size:
+        elif len(made.calls) == size and made.outcome is None:
             del store.collectives[key]
             try:
                 with torch.no_grad():
-                    made.values = combine([made.inputs.pop(each) for each in range(size)], how, root)
+                    made.outcome = combine([made.inputs.pop(each) for each in range(size)], how, root)
             except (RuntimeError, NotImplementedError) as error:  # on every rank, as a backend refuses it
-                made.error = error
+                made.outcome = error
 
         def awaited() -> str:
             missing = [ranks[each] for each in range(size) if each not in made.calls]
             return f"{what}, to which rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} did not come"
 
         def take() -> Any:
-            if made.values is None:
-                assert made.error is not None
-                raise made.error
-            values = made.values[rank::size] if share == "tensors" else made.values
+            values: Any = made.outcome
+            if isinstance(values, Exception):
+                raise values
+            values = values[rank::size] if share == "tensors" else values
             if share == "parts":
                 values = [each.reshape(size, -1)[rank] for each in values]
             if share != "root" or rank == root:
@@ -308,7 +306,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                     _write(output, value)
             return result or ([outputs] if isinstance(outputs, Tensor) else outputs)
 
-        work = SimulatedWork(store, lambda: made.values is not None or made.error is not None, take, awaited)
+        work = SimulatedWork(store, lambda: made.outcome is not None, take, awaited)
         if self._together is not None:
             self._together.append(work)
         return work

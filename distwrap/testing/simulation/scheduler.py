@@ -26,6 +26,7 @@ _MOMENTS = 5000  # of the clock, after which ranks that only look again and agai
 _INTERRUPT_SECONDS = 5.0  # for the thread whose turn it is to come to a wait after Ctrl-C
 
 _FILES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+_PATHS = (str, bytes, os.PathLike)
 
 Words = str | Callable[[], str]
 # Takes a rank, the number of its event, from 1, and the event in words; returns "die", an exception that the event
@@ -120,6 +121,7 @@ class Scheduler:
 
     Args:
         seed: draws the order; ``None`` for the order in which threads became ready.
+        fault: what fails; operations on files are events then too. See `simulate`.
 
     Attributes:
         tasks: all threads.
@@ -131,7 +133,7 @@ class Scheduler:
         slept: simulated seconds in which all have waited for a moment.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None, fault: Fail | None) -> None:
         self.tasks: list[Task] = []
         self.ready: deque[Task] = deque()
         self.here = threading.local()
@@ -139,7 +141,9 @@ class Scheduler:
         self.failure: BaseException | None = None
         self.failed: Task | None = None
         self.slept = 0.0
-        self._fails: FailAt | None = None
+        self.fault = fault
+        if fault is not None:
+            _watch_files()
         self._random = None if seed is None else random.Random(seed)
         self._waiting: dict[Task, None] = {}  # in the order in which they began
         self._passed = 0  # moments since a main thread was woken by another thread
@@ -157,12 +161,10 @@ class Scheduler:
             first_here: whether the first thread is this one, which gets signals.
         """
         if first_here:
-            first = self.ready.popleft()
-            first.thread_id = threading.get_ident()
-            self._hand_over(first)
-            first.run()
-        else:
-            self.pass_on()
+            self.tasks[0].thread_id = threading.get_ident()
+        self.pass_on()
+        if first_here:
+            self.tasks[0].run()
         self.until(self._is_over.wait)
         if self._active is not None:
             self._active.leave()
@@ -171,12 +173,11 @@ class Scheduler:
                 threading.Thread.join(task)
 
     def pass_on(self) -> None:
-        """Give the turn to the next thread, or end the run if there is none."""
-        following = self._next()
-        self._is_over.set() if following is None else self._hand_over(following)
-
-    def _hand_over(self, task: Task) -> None:
-        """Let a thread go on, which is this one's last act until its own turn."""
+        """Give the turn to the next thread, this one's last act until its own; end the run if there is none."""
+        task = self._next()
+        if task is None:
+            self._is_over.set()
+            return
         if self._active is not task.rank:
             if self._active is not None:
                 self._active.leave()
@@ -282,7 +283,8 @@ class Scheduler:
         """
         task = self._task()
         task.rank.events += 1
-        how = None if self._fails is None else self._fails(task.rank.number, task.rank.events, what)
+        at = task.rank.number, task.rank.events
+        how = self.fault(*at, what) if callable(self.fault) else "die" if at == self.fault else None
         if isinstance(how, BaseException):
             raise how
         if how == "die":
@@ -309,17 +311,6 @@ class Scheduler:
         """Let no thread of this rank go on, as where its process is killed; its handlers have no effect at the end."""
         self._task().rank.is_dead = True
         self.wait(bool, "")
-
-    def let_fail(self, fail: Fail) -> None:
-        """Let events fail; operations on files are events then too."""
-        self._fails = fail if callable(fail) else lambda rank, event, _: "die" if (rank, event) == fail else None
-        _watch_files()
-
-    def at_file(self, event: str, args: tuple[Any, ...]) -> None:
-        """Note an operation on a file, of which Python tells; reading is none."""
-        reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if self._fails is not None and isinstance(args[0], (str, bytes, os.PathLike)) and not reads:
-            self.event(f"{event.removeprefix('os.')}({os.fsdecode(args[0])!r})")
 
     def fail(self, error: BaseException, failed: Task | None = None) -> None:
         """End the run with an error: every thread ends where it waits."""
@@ -350,7 +341,10 @@ def _watch_files() -> None:
     """Tell a simulation of its ranks' operations on files, from now on: the hook cannot be taken away."""
 
     def tell(event: str, args: tuple[Any, ...]) -> None:
-        if event in _FILES and (simulation := simulated.simulation()) is not None:
-            simulation.scheduler.at_file(event, args)
+        simulation = simulated.simulation() if event in _FILES else None
+        if simulation is None or simulation.scheduler.fault is None or not isinstance(args[0], _PATHS):
+            return
+        if event != "open" or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            simulation.scheduler.event(f"{event.removeprefix('os.')}({os.fsdecode(args[0])!r})")
 
     sys.addaudithook(tell)

@@ -46,14 +46,15 @@ class Simulation:
     Args:
         ranks: their number.
         seed: draws the order of their turns; ``None`` for the order in which they became ready.
+        fault: what fails; see `distwrap.testing.simulate`.
 
     Attributes:
         device: of all ranks: the only one that there is, or the CPU.
         scheduler: of their threads.
     """
 
-    def __init__(self, ranks: int, seed: int | None = None) -> None:
-        self.scheduler = Scheduler(seed)
+    def __init__(self, ranks: int, seed: int | None, fault: Fail | None = None) -> None:
+        self.scheduler = Scheduler(seed, fault)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self._ranks, self._store = ranks, SimulatedStore(self.scheduler, ranks)
         self._groups: Counter[Any] = Counter()
@@ -213,7 +214,7 @@ class SimulateLauncher(Launcher):
             )
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
-        simulation, outcomes = Simulation(job.nprocs, self.schedule), list[Outcome]()
+        simulation, outcomes = Simulation(job.nprocs, self.schedule, self.fail), list[Outcome]()
         # In a notebook, and under pytest, the ranks share all modules.
         main = sys.modules["__main__"]
         is_script = os.path.isfile(getattr(main, "__file__", None) or "") and "pytest" not in sys.modules
@@ -242,8 +243,6 @@ class SimulateLauncher(Launcher):
                     outcomes.append(failure(place.rank, failures.explained(error)))
                 raise
 
-        if self.fail is not None:
-            simulation.scheduler.let_fail(self.fail)
         more = "" if is_script else ", and share all modules"
         # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
         simulation.run(body, variables, modules if is_script else None, more, first_here=False)
