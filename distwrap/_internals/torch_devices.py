@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from distwrap._internals.torch_simulation import answering
@@ -180,7 +179,7 @@ def answered_for_ranks(
 def _normalize(_: Any, self: Any, x: Any) -> Any:
     """Be ``SyncBatchNorm.forward`` on the CPU, where torch has none."""
     if not (self.training and dist.is_initialized()):
-        return _BatchNorm.forward(self, x)
+        return nn.BatchNorm1d.forward(self, x)
     shape, dims = [1, -1, *[1] * (x.dim() - 2)], [0, *range(2, x.dim())]
     total = partial(functional.all_reduce, group=self.process_group)
     count = total(torch.full((1,), float(x.numel() // x.size(1)), dtype=x.dtype))

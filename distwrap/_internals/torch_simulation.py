@@ -88,7 +88,7 @@ def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
 
     ``time.sleep`` and the clocks of `time` are replaced for the ranks' threads: a rank that looks for a file again and
     again would else never give up its turn. So are ``signal.signal``, which Python refuses outside of the main thread,
-    and ``os._exit``, with which a rank dies.
+    and ``os._exit`` and SIGKILL, with which a rank dies.
     Modules are noted where they are made, copied or unpickled, to know which rank's they are. Nothing is compiled:
     ranks would share what was compiled for the first.
 
@@ -132,6 +132,7 @@ def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
         (c10d, "_new_process_group_helper", make_group),
         (time, "sleep", lambda _, seconds: scheduler.sleep(seconds)),
         (os, "_exit", lambda *_: scheduler.kill()),
+        (os, "kill", lambda real, *to: scheduler.kill() if to == (os.getpid(), signal.SIGKILL) else real(*to)),
         (signal, "signal", set_signal),
         *((nn.Module, name, make_module) for name in ("__init__", "__setstate__")),
         *((time, name, lambda now: now() + scheduler.slept) for name in ("monotonic", "time", "perf_counter")),
