@@ -148,7 +148,7 @@ launchers: Registry[Launcher] = Registry(
         ("xla", "xla:XlaLauncher", "processes of torch_xla, one for each of its devices: strategy='xla'"),
         (
             "simulate",
-            "distwrap.testing.simulation.launcher:SimulateLauncher",
+            "distwrap.testing.simulation.simulation:SimulateLauncher",
             "threads of this process, in turns: for a debugger",
         ),
         ("external", "external:refuse", "none: an outer launcher must have started the ranks"),

@@ -7,26 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
-
-
-class Thread(Protocol):
-    """Thread of ours in a rank; `threading.Thread` is one."""
-
-    def start(self) -> None: ...
-
-    def join(self, timeout: float | None = None) -> None: ...
-
-    def is_alive(self) -> bool: ...
-
-
-class Condition(AbstractContextManager[Any], Protocol):
-    """Condition for which threads of a rank wait; `threading.Condition` is one."""
-
-    def wait(self, timeout: float | None = None) -> bool: ...
-
-    def notify_all(self) -> None: ...
 
 
 class Simulation(Protocol):
@@ -49,15 +30,6 @@ class Simulation(Protocol):
     def channel(self, *args: Any) -> Any:
         """Return a side channel, given what `Channel` takes."""
 
-    def thread(self, run: Callable[[], object]) -> Thread:
-        """Return a thread of this rank."""
-
-    def condition(self) -> Condition:
-        """Return a condition for threads of this rank."""
-
-    def note_maker(self, module: Any) -> None:
-        """Note that this rank makes, copies or unpickles a module."""
-
     def has_made(self, module: Any) -> bool:
         """Return whether this rank has made, copied or unpickled a module."""
 
@@ -65,16 +37,17 @@ class Simulation(Protocol):
 running: Simulation | None = None
 
 
-def thread(run: Callable[[], object], name: str) -> Thread:
+def thread(run: Callable[[], object], name: str) -> threading.Thread:
     """Return a thread of this process, or of this simulated rank, with which it ends."""
     simulated = simulation()
-    return threading.Thread(target=run, name=name, daemon=True) if simulated is None else simulated.thread(run)
+    make = threading.Thread if simulated is None else simulated.scheduler.thread
+    return make(target=run, name=name, daemon=True)
 
 
-def condition() -> Condition:
+def condition() -> threading.Condition:
     """Return a condition for such threads."""
     simulated = simulation()
-    return threading.Condition() if simulated is None else simulated.condition()
+    return threading.Condition() if simulated is None else simulated.scheduler.condition()
 
 
 def simulation() -> Simulation | None:

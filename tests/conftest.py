@@ -28,6 +28,7 @@ import distwrap
 from distwrap.devices.selection import visible_devices
 from distwrap.group import world
 from distwrap.launch import base, forkserver as server
+from distwrap.options import TEST_RANKS
 from distwrap.versions import TORCH
 from tests import costs, interpreters, orphans
 from tests.accelerator.build import build, missing
@@ -167,7 +168,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             build()
         placed(items, why)
     for item in items:
-        if item.get_closest_marker("cuda") and not torch.cuda.device_count():
+        real = item.get_closest_marker("processes")
+        if real is not None and os.environ.get(TEST_RANKS) == "simulate":
+            item.add_marker(pytest.mark.skip(reason=f"not for simulated ranks: {real.args[0]}"))
+        elif item.get_closest_marker("cuda") and not torch.cuda.device_count():
             item.add_marker(pytest.mark.skip(reason="needs NVIDIA's GPU, and this machine has none"))
         elif have and item.get_closest_marker("gpu") and item.callspec.params["devices"] > have:
             item.add_marker(pytest.mark.skip(reason=f"needs more accelerators than the {have} of this machine"))

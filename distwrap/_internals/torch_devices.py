@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -22,14 +24,11 @@ from torch.distributed import device_mesh
 from torch.distributed.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from distwrap._internals.torch_simulation import replaced
+from distwrap._internals.torch_simulation import answering
 from distwrap.errors import LaunchError
 
 _TYPES = ("cuda", "xpu", "mps", "hpu", "npu")
 _BYTES = 1 << 34  # of a device that is not there
-_PROPERTIES = SimpleNamespace(
-    name="a simulated device", total_memory=_BYTES, major=8, minor=0, multi_processor_count=1, warp_size=32
-)
 
 
 class OneDevice(TorchFunctionMode):
@@ -59,74 +58,59 @@ class OneDevice(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def of(self, value: Any) -> Any:
-        """Return a value in which an accelerator's name, or its number, is the device of all ranks."""
+        """Return a value in which an accelerator's name or number, or a list of them, is the device of all ranks."""
+        if isinstance(value, dict):  # of devices, for `torch.load`
+            return lambda storage, _: storage
+        if isinstance(value, (list, tuple, range)):
+            return [self.device] * (len(value) > 0 and not self.is_cpu)
+        if isinstance(value, str):
+            return self.device.type if value.partition(":")[0] in _TYPES else value
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        kind = value.type if isinstance(value, torch.device) else value if isinstance(value, str) else ""
-        return self.device if is_number or kind.partition(":")[0] in _TYPES else value
-
-    def for_loading(self, location: Any) -> Any:
-        """Return a ``map_location`` for the device of all ranks."""
-        return (lambda storage, _: storage) if isinstance(location, dict) else self.of(location)
+        return self.device if is_number or getattr(value, "type", "") in _TYPES else value
 
 
-class _NoStream:
-    """Stream or event that does nothing: on the CPU all is done where it is called."""
+class _Nothing(contextlib.nullcontext[Any]):
+    """Stream, event or the like that does nothing: on the CPU all is done where it is called."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(self)
 
-    def __enter__(self) -> _NoStream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def elapsed_time(self, _: object) -> float:
-        return 0.0
-
-    def query(self) -> bool:
-        return True
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _nothing
+        return lambda *_, **__: {"elapsed_time": 0.0, "query": True}.get(name)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _give(answer: Any, *_: Any, **__: Any) -> Any:
+    return answer() if callable(answer) else answer
 
 
-def _answers(module: Any, ranks: int, rank: Callable[[], int], *, on_cpu: bool) -> Iterator[tuple[str, Any]]:
-    """Yield what each name of a module is for the script: a value that a function returns, a function, or a class."""
-    known: dict[str, Any] = {
+_do_nothing = partial(_give, None)
+
+
+def _answers(ranks: int, rank: Callable[[], int], *, is_cpu: bool) -> dict[str, Any]:
+    """Return what names of ``torch.cuda`` and ``torch.accelerator`` give: a value, what a function returns, or a class.
+
+    On the CPU all other functions give nothing.
+    """
+    answers: dict[str, Any] = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), rank),
-        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx", "device_index"), None),
+        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx")),
         "device_count": ranks,
         "current_accelerator": torch.device("cuda"),
         "get_device_name": "a simulated device",
         "get_device_capability": (8, 0),
+        "device_index": _Nothing,
     }
-    of_cpu: dict[str, Any] = {
-        "get_rng_state": lambda: torch.empty(0),
-        "get_rng_state_all": list,
-        "mem_get_info": (_BYTES, _BYTES),
-        "memory_summary": "",
-        "get_memory_info": (_BYTES, _BYTES),
-        **dict.fromkeys(("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats"), dict),
-        **dict.fromkeys(("memory_snapshot", "get_arch_list"), list),
-        "get_device_properties": _PROPERTIES,
+    if is_cpu:
+        answers |= dict.fromkeys(("stream", "current_stream", "default_stream"), _Nothing)
+        answers |= dict.fromkeys(("mem_get_info", "get_memory_info"), (_BYTES, _BYTES))
+        said = SimpleNamespace(name="a simulated device", total_memory=_BYTES, major=8, minor=0)
+        answers |= {"get_device_properties": said, "memory_stats": Counter}
         # Classes that differ, since torch.compile keeps tables of them.
-        **{name: type(name, (_NoStream,), {}) for name in ("Stream", "Event", "device", "device_of")},
-        **dict.fromkeys(("stream", "current_stream", "default_stream"), _NoStream),
-    }
-    for name, real in vars(module).items():
-        if name in known:
-            yield name, known[name]
-        elif on_cpu and name in of_cpu:
-            yield name, of_cpu[name]
-        elif on_cpu and inspect.isroutine(real) and name[0] != "_" and "graph" not in name:
-            # Graphs are refused by torch itself.
-            yield name, 0 if name.startswith(("memory_", "max_memory_")) else None
+        answers |= {name: type(name, (_Nothing,), {}) for name in ("Stream", "Event", "device", "device_of")}
+    return answers
 
 
 @contextlib.contextmanager
@@ -146,94 +130,67 @@ def answered_for_ranks(
         mode: of the ranks' threads, with the device of all.
     """
 
-    def for_script(real: Any, answer: Any) -> Any:
-        if isinstance(answer, type) and inspect.isclass(real):
-            return answer
+    def rename(real: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(*map(mode.of, args), **{key: mode.of(value) for key, value in kwargs.items()})
 
-        @wraps(real)
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            if not is_users(sys._getframe(1).f_code.co_filename):
-                return real(*args, **kwargs)
-            return answer() if callable(answer) else answer
+    def make_mesh(real: Any, mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        real(mesh, mode.of(device_type), *args, **kwargs)
 
-        return asked
-
-    def renamed(owner: Any, name: str, of: Callable[[Any], Any]) -> tuple[Any, str, Any]:
-        """Let a function get of each argument what another returns for it."""
-        real = getattr(owner, name)
-
-        @wraps(real)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return real(*map(of, args), **{key: of(value) for key, value in kwargs.items()})
-
-        return owner, name, call
-
-    def kind_of(value: Any) -> Any:
-        return mode.device.type if isinstance(value, str) and mode.of(value) is not value else value
-
-    def list_of(value: Any) -> Any:
-        return (
-            [mode.device] * (len(value) > 0 and not mode.is_cpu) if isinstance(value, (list, tuple, range)) else value
-        )
-
-    ddp = nn.parallel.DistributedDataParallel
-    make_ddp, begin = ddp.__init__, dist.init_process_group
-
-    @wraps(make_ddp)
-    def init_ddp(
-        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    def make_ddp(
+        real: Any, ddp: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        make_ddp(self, module, None, None, *args, **kwargs)
+        real(ddp, module, None, None, *args, **kwargs)
 
-    @wraps(begin)
-    def init_process_group(*args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    def init_process_group(real: Any, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
-        begin(*args, **kwargs)
+        real(*args, **kwargs)
 
     class Generator(torch.Generator):
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
 
-    changes: list[tuple[Any, str, Any]] = [
-        *(
-            (module, name, for_script(getattr(module, name), answer))
-            for module in (torch.cuda, torch.accelerator)
-            for name, answer in _answers(module, ranks, rank, on_cpu=mode.is_cpu)
-        ),
+    ddp = nn.parallel.DistributedDataParallel
+    always: list[tuple[Any, str, Any]] = [
         (torch, "Generator", Generator),
         (torch.multiprocessing, "spawn", _refuse_spawn),
         (dist, "init_process_group", init_process_group),
-        (ddp, "__init__", init_ddp),
-        renamed(torch, "load", mode.for_loading),
-        renamed(torch, "set_default_device", mode.of),
-        renamed(device_mesh.DeviceMesh, "__init__", kind_of),
-        renamed(torch.random, "fork_rng", list_of),  # which torch's pipelines call too
+        (ddp, "__init__", make_ddp),
+        (torch, "load", rename),
+        (torch, "set_default_device", rename),
+        (torch.random, "fork_rng", rename),  # which torch's pipelines call too
+        (device_mesh.DeviceMesh, "__init__", make_mesh),
     ]
     if mode.is_cpu:  # whose parsers of arguments refuse our streams before a mode sees the call
-        changes += [(torch.Tensor, "record_stream", _nothing), (nn.SyncBatchNorm, "forward", _normalize)]
-        changes += [(ddp, "_passing_sync_batchnorm_handle", _nothing)]
-        changes += [(torch.cuda.nvtx, name, _nothing) for name in ("range_push", "range_pop", "mark")]
-    with replaced(changes):
+        always += [(torch.Tensor, "record_stream", _do_nothing), (nn.SyncBatchNorm, "forward", _normalize)]
+        always += [(ddp, "_passing_sync_batchnorm_handle", _do_nothing)]
+        always += [(torch.cuda.nvtx, name, _do_nothing) for name in ("range_push", "range_pop", "mark")]
+    of_scripts: list[tuple[Any, str, Any]] = []
+    answers = _answers(ranks, rank, is_cpu=mode.is_cpu)
+    for module in (torch.cuda, torch.accelerator):
+        for name, real in vars(module).items():
+            # Graphs are refused by torch itself.
+            if name in answers or (mode.is_cpu and inspect.isroutine(real) and not re.search("^_|graph", name)):
+                answer = answers.get(name, 0 if name.startswith(("memory_", "max_memory_")) else None)
+                of_scripts.append((module, name, answer if inspect.isclass(real) else partial(_give, answer)))
+    with answering(always, lambda: True), answering(of_scripts, lambda: is_users(sys._getframe(2).f_code.co_filename)):
         yield
 
 
-def _normalize(self: Any, x: Any) -> Any:
+def _normalize(_: Any, self: Any, x: Any) -> Any:
     """Be ``SyncBatchNorm.forward`` on the CPU, where torch has none."""
+    if not (self.training and dist.is_initialized()):
+        return nn.BatchNorm1d.forward(self, x)
     shape, dims = [1, -1, *[1] * (x.dim() - 2)], [0, *range(2, x.dim())]
-    if not self.training and self.running_mean is not None:
-        mean, variance = self.running_mean, self.running_var
-    else:
-        add: Any = functional.all_reduce if self.training and dist.is_initialized() else lambda value, group: value
-        total = partial(add, group=self.process_group)
-        count = total(torch.full((1,), float(x.numel() // x.size(1)), dtype=x.dtype))
-        mean = total(x.sum(dims)) / count
-        variance = total((x - mean.view(shape)).square().sum(dims)) / count
-        if self.training and self.running_mean is not None:
-            with torch.no_grad():
-                self.num_batches_tracked.add_(1)
-                factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean, factor)
-                self.running_var.lerp_(variance * count / (count - 1), factor)
+    total = partial(functional.all_reduce, group=self.process_group)
+    count = total(torch.full((1,), float(x.numel() // x.size(1)), dtype=x.dtype))
+    mean = total(x.sum(dims)) / count
+    variance = total((x - mean.view(shape)).square().sum(dims)) / count
+    if self.running_mean is not None:
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean, factor)
+            self.running_var.lerp_(variance * count / (count - 1), factor)
     y = (x - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
     return y if self.weight is None else y * self.weight.view(shape) + self.bias.view(shape)
 

@@ -15,14 +15,12 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 from unittest import mock
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-
-from distwrap.simulated import Simulation
 
 BACKEND = "simulated"
 
@@ -48,12 +46,8 @@ def hook_tables() -> list[tuple[Any, str]]:
     Without it: such hooks of one simulated rank are called in the steps of all.
     """
     modules = [import_module(name) for name in ("torch.optim.optimizer", "torch.nn.modules.module")]
-    return [
-        (module, name)
-        for module in modules
-        for name, value in vars(module).items()
-        if name.startswith("_global_") and isinstance(value, dict)
-    ]
+    names = [(module, name) for module in modules for name in vars(module) if name.startswith("_global_")]
+    return [(module, name) for module, name in names if isinstance(getattr(module, name), dict)]
 
 
 @contextmanager
@@ -66,11 +60,35 @@ def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
+def answering(answers: Sequence[tuple[Any, str, Callable[..., Any]]], when: Callable[[], bool]) -> Iterator[None]:
+    """Let functions be others within a ``with`` where a condition holds, and classes others.
+
+    Args:
+        answers: owners, names, and what answers there; a function gets the real one first.
+        when: returns whether the caller is answered.
+    """
+
+    def answered(real: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(answer, type):
+            return answer
+
+        @wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return answer(real, *args, **kwargs) if when() else real(*args, **kwargs)
+
+        return call
+
+    with replaced([(owner, name, answered(getattr(owner, name), answer)) for owner, name, answer in answers]):
+        yield
+
+
+@contextmanager
+def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
     """Let torch make simulated groups within a ``with``, whatever backend a rank names, and let ranks' time be ours.
 
     ``time.sleep`` and the clocks of `time` are replaced for the ranks' threads: a rank that looks for a file again and
-    again would else never give up its turn. So is ``signal.signal``, which Python refuses outside of the main thread.
+    again would else never give up its turn. So are ``signal.signal``, which Python refuses outside of the main thread,
+    and ``os._exit`` and SIGKILL, with which a rank dies.
     Modules are noted where they are made, copied or unpickled, to know which rank's they are. Nothing is compiled:
     ranks would share what was compiled for the first.
 
@@ -85,54 +103,48 @@ def simulated_torch(simulation: Simulation, store: Any) -> Iterator[None]:
     """
     rendezvous: Any = import_module("torch.distributed.rendezvous")  # the package has a function of this name
     isolate: Callable[[bool], None] = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009
-    helper: Any = c10d._new_process_group_helper
-    real_sleep, real_signal, simulated = time.sleep, signal.signal, dist.Backend(BACKEND)
+    scheduler, simulated = simulation.scheduler, dist.Backend(BACKEND)
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        said = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
-        rank = int(said["rank"] if "rank" in said else os.environ["RANK"])
-        yield store, rank, int(said["world_size"] if "world_size" in said else os.environ["WORLD_SIZE"])
+        said = {name: os.environ[name.upper()] for name in ("rank", "world_size")} | dict(
+            parse_qsl(urlparse(url).query)
+        )
+        yield store, int(said["rank"]), int(said["world_size"])
 
-    def make_group(size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    def make_group(real: Any, size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(dict.fromkeys({"device_id", "pg_options", "backend_options"} & kwargs.keys()))
-        group, prefixed = helper(size, rank, ranks, simulated, *args, **kwargs)
+        group, prefixed = real(size, rank, ranks, simulated, *args, **kwargs)
         if prefixed is not None:
             named = dist.Backend(str(backend))
             c10d._world.pg_map[group] = (named, prefixed)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(named))
         return group, prefixed
 
-    def set_signal(number: Any, handler: Any) -> Any:
-        in_main = threading.current_thread() is threading.main_thread()
-        return real_signal(number, handler) if in_main or not simulation.is_rank() else signal.getsignal(number)
+    def set_signal(real: Any, number: Any, handler: Any) -> Any:
+        is_main = threading.current_thread() is threading.main_thread()
+        return real(number, handler) if is_main else signal.getsignal(number)
 
-    def ahead(clock: Callable[[], float]) -> Callable[[], float]:
-        return lambda: clock() + simulation.scheduler.slept if simulation.is_rank() else clock()
+    def make_module(real: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        simulation.note_maker(module)
+        real(module, *args, **kwargs)
 
-    def noted(make: Callable[..., None]) -> Callable[..., None]:
-        @wraps(make)
-        def begin(module: Any, *args: Any, **kwargs: Any) -> None:
-            simulation.note_maker(module)
-            make(module, *args, **kwargs)
-
-        return begin
-
-    changes: list[tuple[Any, str, Any]] = [
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
         (c10d, "_new_process_group_helper", make_group),
-        (
-            time,
-            "sleep",
-            lambda seconds, /: (simulation.scheduler.sleep if simulation.is_rank() else real_sleep)(seconds),
-        ),
+        (time, "sleep", lambda _, seconds: scheduler.sleep(seconds)),
+        (os, "_exit", lambda *_: scheduler.kill()),
+        (os, "kill", lambda real, *to: scheduler.kill() if to == (os.getpid(), signal.SIGKILL) else real(*to)),
         (signal, "signal", set_signal),
-        *((nn.Module, name, noted(getattr(nn.Module, name))) for name in ("__init__", "__setstate__")),
-        *((time, name, ahead(getattr(time, name))) for name in ("monotonic", "time", "perf_counter")),
+        *((nn.Module, name, make_module) for name in ("__init__", "__setstate__")),
+        *((time, name, lambda now: now() + scheduler.slept) for name in ("monotonic", "time", "perf_counter")),
     ]
     handlers = dict.fromkeys(("env", "tcp", "file"), meet)
-    with replaced(changes), mock.patch.dict(rendezvous._rendezvous_handlers, handlers):
+    with (
+        answering(answers, simulation.is_rank),
+        mock.patch.dict(rendezvous._rendezvous_handlers, handlers),
+        torch.compiler.set_stance("force_eager"),
+    ):
         isolate(True)
         try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
+            yield
         finally:
             isolate(False)

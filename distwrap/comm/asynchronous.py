@@ -6,6 +6,7 @@ while an optimizer may read them. Here the training thread alone reads and write
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from distwrap.devices.streams import Given, SideStream
 from distwrap.errors import CollectiveTimeoutError
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel
-from distwrap.simulated import Thread, condition, simulation, thread
+from distwrap.simulated import condition, simulation, thread
 
 _STEP_SECONDS = 0.1  # of a simulated rank, for a step
 
@@ -44,7 +45,6 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         super().__init__(algorithm, model, world)
         self._interval, self._patience = algorithm.sync_interval_ms / 1000, world.options.timeout
         self.rounds = 0
-        self._is_simulated = simulation() is not None
         self._changed = condition()
         self._runs = self._resumes = self._closed = False
         self._pausing = self._wanted = False
@@ -53,7 +53,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         self._move: Given | None = None
         self._paused_at: Any = None
         self._failure: BaseException | None = None
-        self._thread: Thread | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def runs(self) -> bool:
@@ -62,7 +62,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
     def after_step(self, step: int) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._is_simulated:
+        if simulation() is not None:
             time.sleep(_STEP_SECONDS)  # in which its thread may go on
         if self._move is not None or self.node is not None:
             self._take_over()

@@ -53,6 +53,7 @@ _CHANGES = {
     **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), slice(0, 1)),
 }
 _SECONDS = 600.0  # for a world
+_exit = os._exit  # which is the end of a rank, where one is simulated
 
 
 def common_batch(said: int) -> int:
@@ -280,12 +281,12 @@ class _Child:
                 break
             # The others may need this process.
             if wait_until(lambda: all(each.exists() for each in self._found), self._seconds):
-                os._exit(0)
+                _exit(0)
             missing = [rank for rank, each in enumerate(self._found) if not each.exists()]
             self._world.error = (
                 f"{named_ranks(missing)} stood still for {self._seconds:g} s when rank {self._rank} was done"
             )
-        os._exit(1)
+        _exit(1)
 
     def _exact(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return a way to prepare models with the mean of gradients that one process has."""
@@ -319,10 +320,9 @@ class _Child:
     def _enough(self) -> None:
         """Let this rank stand still after its steps, and end the world where all have made them."""
         self._done.add(self._rank_now())
-        running: Any = simulated.running
-        if running is None or len(self._done) >= self._world.ranks:
+        if (running := simulated.running) is None or len(self._done) >= self._world.ranks:
             self._end()
-        running.condition().wait(words="the other ranks of a proof, which has seen enough")
+        running.scheduler.wait(bool, "the other ranks of a proof, which has seen enough")
 
     def _look(self, event: str, args: tuple[Any, ...]) -> None:
         """Raise an error where this process would change something outside of its folder."""

@@ -16,7 +16,7 @@ from distwrap.options import TEST_RANKS, Options
 from distwrap.registry import strategies
 
 if TYPE_CHECKING:
-    from distwrap.testing.simulation.faults import Fail
+    from distwrap.testing.simulation.scheduler import Fail
 
 R = TypeVar("R")
 
@@ -61,7 +61,7 @@ def _launched(launcher: base.Launcher, job: base.Job) -> list[Any]:
 def _launcher() -> base.Launcher:
     """Return the launcher of test bodies: real ranks, or simulated ones where the variable says so."""
     if os.environ.get(TEST_RANKS) == "simulate":
-        from distwrap.testing.simulation.launcher import SimulateLauncher
+        from distwrap.testing.simulation.simulation import SimulateLauncher
 
         return SimulateLauncher()
     return ForkServerLauncher()
@@ -102,7 +102,7 @@ def simulate(
         >>> simulate(abs, 2, -3)
         [3, 3]
     """
-    from distwrap.testing.simulation.launcher import SimulateLauncher
+    from distwrap.testing.simulation.simulation import SimulateLauncher
 
     values: list[R] = []
     for seed in [schedule] if schedule is None or isinstance(schedule, int) else schedule:

@@ -181,10 +181,10 @@ def _goes_on_after_consolidate() -> list[float]:
             optimizer.step()
         if epoch == 1:
             consolidate(model)
-            seen.append(float(model.w[0]))
+            seen.append(model.w[0].item())
         else:
             with consolidate(model):
-                seen.append(float(model.w[0]))
+                seen.append(model.w[0].item())
     return seen
 
 
@@ -323,6 +323,7 @@ def _dropped_while_it_averages() -> int:
     return threading.active_count() - before
 
 
+@pytest.mark.processes("counts a rank's threads")
 def test_async_ends_with_its_model() -> None:
     """Without a pause first: no thread is left, and nobody waits for long."""
     assert run_ranks(_dropped_while_it_averages, 2) == [0, 0]

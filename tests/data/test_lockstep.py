@@ -218,6 +218,7 @@ def _preempted(folder: str) -> tuple[Any, ...]:
     return steps.step, len(saved), steps.preempted.rank, steps.preempted.signal, after, restored, 300 < left <= 600
 
 
+@pytest.mark.processes("a rank is sent a signal")
 def test_preemption(tmp_path: Path) -> None:
     """A signal to one rank makes all leave on the same step, after a checkpoint, with the time that is left."""
     first, second = run_ranks(_preempted, 2, str(tmp_path), timeout=LIMIT)

@@ -37,9 +37,9 @@ def _strategies(words: str) -> tuple[str, ...]:
 # A row is raised by a commit of its own, which gives the reason. The comment says which part of halving the package
 # takes it to its goal.
 ROWS = {
-    "modules": Row(1850 - 190, 2568, 2162, ("",)),  # falls with part 3
+    "modules": Row(1850 - 190, 2558, 2142, ("",)),  # falls with part 3
     "protocols": Row(190, 148, 181, ("protocols.py",)),
-    "_internals": Row(650, 1255, 1276, ("_internals/",)),  # part 1
+    "_internals": Row(650, 1223, 1265, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2179, 2082, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
     "comm": Row(1250, 1747, 1778, ("comm/",)),  # part 1
@@ -54,7 +54,7 @@ ROWS = {
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 953, 863, ("prove/",)),  # part 3
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
-    "testing": Row(1300, 1438, 1431, ("testing/",)),  # part 1
+    "testing": Row(1300, 1279, 1280, ("testing/",)),  # part 1
     "timing": Row(650, 832, 786, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1281, 1185, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
@@ -71,7 +71,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 2181, 1942, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 414, 290
+FILES, FILES_GOAL = 411, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100

@@ -277,6 +277,18 @@ def test_what_fails_on_demand() -> None:
         simulate(_meets, 2, fail=lambda rank, number, what: "die" if (rank, what) == (1, "barrier()") else None)
 
 
+def _ends_its_process(how: str) -> None:
+    if dw.rank() == 1:
+        os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+    dw.barrier()
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_a_rank_that_ends_its_process_dies_alone(how: str) -> None:
+    with pytest.raises(WorkerDiedError, match="rank 1 was killed"):
+        simulate(_ends_its_process, 3, how)
+
+
 def _interrupted() -> None:
     if dw.rank() == 0:
         dw.barrier()

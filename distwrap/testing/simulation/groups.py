@@ -1,24 +1,84 @@
-"""torch's process groups of simulated ranks: each collective ends where the last of its ranks has come to it."""
+"""torch's store and process groups of simulated ranks, whose threads give up their turn while they wait."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from datetime import timedelta
+from functools import partial, partialmethod, reduce
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import HashStore, ReduceOp, Store  # type: ignore[attr-defined]
 
+from distwrap._internals.torch_simulation import BACKEND
 from distwrap.errors import CollectiveError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.supervision import stacks
-from distwrap.testing.simulation.scheduler import Scheduler, Signal, Words
+from distwrap.supervision.board import Board
+from distwrap.testing.simulation.scheduler import Scheduler, Words
 
 Rows = list[list[Tensor]]  # for each rank of a group its tensors
+# Returns what the ranks receive of all their tensors, given an operation, and the root's number.
+Combine = Callable[[Rows, str, Any], list[Tensor]]
+# Who receives it: all ranks, or the root; or each rank every n-th tensor, from its number on, or its part of each.
+Share = Literal["all", "root", "tensors", "parts"]
+
+
+class SimulatedStore(Store):
+    """Store in which simulated ranks meet, with all else that they exchange.
+
+    Args:
+        scheduler: of the ranks' threads.
+        ranks: their number.
+
+    Attributes:
+        board: of the ranks, beside the store.
+        collectives: that are under way.
+        mail: messages that nobody has received yet, and those who wait for one.
+        works: handles of what is under way: torch 2.6 keeps the native part of one alone, which waits forever.
+    """
+
+    def __init__(self, scheduler: Scheduler, ranks: int) -> None:
+        super().__init__()
+        self.scheduler, self._table = scheduler, HashStore()
+        self.board = Board(ranks=ranks, texts=True)
+        self.collectives = defaultdict[Any, Collective](Collective)
+        self.mail = defaultdict[Any, list[Message]](list)
+        self.works = set[SimulatedWork]()
+
+    def _call(self, name: str, *args: Any) -> Any:
+        if self.scheduler.current() is not None:  # the caller of the simulation reads it too
+            self.scheduler.event(f"store.{name}({args[0] if args else ''!r})")
+        return getattr(self._table, name)(*args)
+
+    set = partialmethod(_call, "set")
+    add = partialmethod(_call, "add")
+    append = partialmethod(_call, "append")
+    check = partialmethod(_call, "check")
+    compare_set = partialmethod(_call, "compare_set")
+    deleteKey = partialmethod(_call, "delete_key")  # the names by which torch's own methods call these
+    getNumKeys = partialmethod(_call, "num_keys")
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = None if timeout is None else timeout.total_seconds()
+        for key in keys:
+            is_there, words = partial(self._table.check, [key]), f"the key {key!r} of the store"
+            if not self.check([key]) and not self.scheduler.wait(is_there, words, seconds):
+                raise dist.DistStoreError(f"wait timeout after {seconds} s, keys: /{key}")
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(self._table.get(key))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> SimulatedStore:
+        return self
 
 
 @dataclass(eq=False)
@@ -26,106 +86,59 @@ class Collective:
     """One collective of a group, which ends when all its ranks have called it.
 
     Attributes:
-        signal: told when it has ended.
         calls: for each rank the collective, with what must be alike on all ranks, and the line that has called it.
         inputs: the ranks' tensors, which they may not change before they have waited.
-        values: what the ranks' output tensors become.
-        error: of all ranks.
+        outcome: what the ranks receive, or the error of all ranks; ``None`` until it has ended.
     """
 
-    signal: Signal
     calls: dict[int, tuple[str, str]] = field(default_factory=dict)
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    values: list[Tensor] | None = None
-    error: BaseException | None = None
+    outcome: list[Tensor] | Exception | None = None
 
 
 @dataclass(eq=False)
 class Message:
-    """Message of a rank.
+    """Message that a rank sends, or waits for.
 
     Attributes:
-        source: number in the group of the rank that has sent it.
-        tensors: copies of what was sent.
-    """
-
-    source: int
-    tensors: list[Tensor]
-
-
-@dataclass(eq=False)
-class Receipt:
-    """Receiving of a message: it gets the first one that comes from one of some ranks.
-
-    Attributes:
-        sources: numbers of these ranks in the group.
-        message: what was received; ``None`` until then.
+        sources: numbers in the group of the ranks of which one sends it.
+        tensors: copies of what is sent, or what is written to.
+        is_sent: which of the two.
+        other: what it was matched with, the first that fits.
     """
 
     sources: Sequence[int]
-    message: Message | None = None
-
-
-class Mailbox:
-    """Messages to one rank under one tag: the first that is sent goes to the first who can receive it."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.sent, self.awaited, self.changed = list[Message](), list[Receipt](), Signal(scheduler)
-
-    def match(self) -> None:
-        """Give messages to those who receive them."""
-        for receipt in list(self.awaited):
-            receipt.message = next((each for each in self.sent if each.source in receipt.sources), None)
-            if receipt.message is not None:
-                self.sent.remove(receipt.message)
-                self.awaited.remove(receipt)
-                self.changed.notify_all()
-
-
-class Exchanges:
-    """Collectives and messages of a simulation that are under way."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.collectives: dict[Any, Collective] = {}
-        self.mail: defaultdict[Any, Mailbox] = defaultdict(lambda: Mailbox(scheduler))
-        self.works = set[SimulatedWork]()  # torch 2.6 keeps the native part of one alone, which waits forever
+    tensors: list[Tensor]
+    is_sent: bool
+    other: Message | None = None
 
 
 class SimulatedWork(dist.Work):
     """Handle of a collective or message: `wait` gives up the rank's turn until it has ended, and writes the outputs.
 
     Args:
-        exchanges: of the simulation.
-        signal: told when it may have ended.
-        words: what it is.
+        store: of the simulation.
         has_ended: returns whether it has.
         take: writes the outputs, and returns them.
+        words: what it is.
     """
 
     def __init__(
-        self,
-        exchanges: Exchanges,
-        signal: Signal,
-        words: Words,
-        has_ended: Callable[[], bool],
-        take: Callable[[], list[Tensor]],
+        self, store: SimulatedStore, has_ended: Callable[[], bool], take: Callable[[], Any], words: Words = ""
     ) -> None:
         super().__init__()
-        self._exchanges, self._signal, self._words = exchanges, signal, words
-        self._has_ended, self._take = has_ended, take
-        exchanges.works.add(self)
-        self._result: list[Tensor] | None = None
+        self._store, self._has_ended, self._take, self._words = store, has_ended, take, words
+        self._result: Any = None
         self.source = -1
+        store.works.add(self)
 
-    def result(self) -> list[Tensor]:
-        while self._result is None:
-            if self._has_ended():
-                self._result = self._take()
-                self._take, self._has_ended, self._words = list, lambda: True, ""  # which hold all ranks' tensors
-                self._exchanges.works.discard(self)
-            else:
-                self._signal.wait(words=self._words)
+    def result(self) -> Any:
+        if self._result is None:
+            if not self._has_ended():
+                self._store.scheduler.wait(self._has_ended, self._words)
+            self._result = self._take()
+            del self._has_ended, self._take, self._words  # which hold all ranks' tensors
+            self._store.works.discard(self)
         return self._result
 
     def wait(self, timeout: Any = None) -> bool:
@@ -144,41 +157,78 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         if self._result is None:
-            self._signal.scheduler.sleep(0)
+            self._store.scheduler.sleep(0)
         return (self._result is not None or self._has_ended()) and self.wait()
 
 
 _ProcessGroup: type[Any] = dist.ProcessGroup  # whose stubs declare other ways to call each method too
 
 
+def _copied(rows: Rows, how: str = "", root: Any = None) -> list[Tensor]:
+    return [each.detach().clone() for row in rows for each in row]
+
+
+def _of_root(rows: Rows, how: str, root: Any) -> list[Tensor]:
+    return _copied([rows[root]])
+
+
+def _joined(rows: Rows, how: str, root: Any) -> list[Tensor]:
+    return [torch.cat([each.detach().reshape(-1) for each in column]) for column in zip(*rows, strict=True)]
+
+
+def _reduced(rows: Rows, how: str, root: Any) -> list[Tensor]:
+    """Return the reductions of the ranks' tensors, in the order of the ranks."""
+    name, _, factor = how.partition(" by ")
+    if name not in _OPERATIONS:
+        raise NotImplementedError(f"simulated ranks have no reduction {how!r}.")
+    totals = [reduce(_OPERATIONS[name], column[1:], column[0].detach().clone()) for column in zip(*rows, strict=True)]
+    if factor:
+        totals = [total * float(factor) for total in totals]
+    if name == "avg":
+        is_real = all(total.is_floating_point() or total.is_complex() for total in totals)
+        totals = [total.div(len(rows), rounding_mode=None if is_real else "trunc") for total in totals]
+    return totals
+
+
+_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys(("sum", "avg", "premul_sum"), torch.add),
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
 class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     """Process group of a simulated rank.
 
     Args:
-        exchanges: of the simulation.
+        store: of the simulation.
         rank: this rank's number in the group.
-        size: number of ranks in it.
+        ranks: the group's, in the world.
         key: the group, the same on all its ranks, and on no other group of the simulation.
     """
 
-    def __init__(self, exchanges: Exchanges, rank: int, size: int, key: Any) -> None:
-        super().__init__(rank, size)
-        self._exchanges, self._rank, self._size, self._key, self._begun = exchanges, rank, size, key, 0
-        self._name = self._description = ""
-        self._ranks: list[int] = []  # in the world, which torch knows once the group is made
+    group_name = group_desc = ""
+
+    def __init__(self, store: SimulatedStore, rank: int, ranks: Sequence[int], key: Any) -> None:
+        super().__init__(rank, len(ranks))
+        self._store, self._rank, self._ranks, self._key, self._begun = store, rank, ranks, key, 0
         self._together: list[SimulatedWork] | None = None  # begun since `_start_coalescing`
 
     def getBackendName(self) -> str:
-        return "simulated"
+        return BACKEND
 
     def _get_backend(self, device: Any) -> SimulatedGroup:
         return self
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        self.group_name = name
 
     def _set_group_desc(self, text: str) -> None:
-        self._description = text
+        self.group_desc = text
 
     def _get_sequence_number_for_group(self) -> int:
         return self._begun
@@ -186,8 +236,6 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self, *_: Any) -> None: ...
 
     abort = set_timeout = shutdown
-    group_name = property(lambda self: self._name)
-    group_desc = property(lambda self: self._description)
     _device_types = property(lambda self: [torch.device("cpu")])
 
     def _start_coalescing(self, device: Any) -> None:
@@ -195,188 +243,145 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: Any) -> SimulatedWork:
         works, self._together = self._together or [], None
-        signal = Signal(self._exchanges.scheduler)
-        results = lambda: [each for work in works for each in work.result()]  # noqa: E731
-        return SimulatedWork(self._exchanges, signal, "", lambda: True, results)
+        return SimulatedWork(self._store, lambda: True, lambda: [one for each in works for one in each.result()])
 
     # Collectives
 
     def _begin(
-        self,
-        name: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor] | None,
-        combine: Callable[[Rows], list[Tensor]],
-        *words: str,
-        alike: Sequence[Tensor] | None = None,
-        scatters: bool = False,
-        result: Any = None,
+        self, name: str, combine: Combine, share: Share, outputs: Any, inputs: Any, opts: Any = None, result: Any = None
     ) -> SimulatedWork:
         """Take part in the group's next collective.
 
         Args:
             name: its name.
+            combine: returns what the ranks receive.
+            share: who receives it.
+            outputs: tensor, or lists of tensors, to write to.
             inputs: this rank's.
-            outputs: tensors to write to; ``None`` where this rank receives nothing.
-            combine: returns what the outputs become, given the ranks' inputs.
-            *words: what else must be alike on all ranks.
-            alike: tensors of which shapes and types must be; by default the inputs.
-            scatters: whether each rank's outputs become every n-th value, from its number on.
+            opts: torch's options: an operation, or a root.
             result: what a future of it holds; by default the outputs.
         """
-        exchanges, rank, size = self._exchanges, self._rank, self._size
-        what = _call(name, inputs if alike is None else alike, *words)
+        store, rank, size, ranks = self._store, self._rank, len(self._ranks), self._ranks
+        taken, given, root, how = _flat(outputs), _flat(inputs), getattr(opts, "rootRank", None), _operation(opts)
+        # In a scatter only the root has inputs, and in an all-to-all their sizes may differ.
+        shapes = list(map(_shape, taken if name == "scatter" else given))
+        words = sorted(set(map(_dtype, given))) if name == "all_to_all" else shapes
+        words += [how] * (combine is _reduced)
+        words += [f"{'to' if share == 'root' else 'from'} rank {root}"] * (root is not None)
+        what = f"{name}({', '.join(words)})"
         if size > 1:  # whose operators torch's dispatcher never sees
             check_collectives_allowed(f"torch.distributed's {name}()")
-        exchanges.scheduler.event(what)
-        ranks = self._ranks = self._ranks or dist.get_process_group_ranks(self)
+        store.scheduler.event(what)
         key, self._begun = (self._key, self._begun), self._begun + 1
-        made = exchanges.collectives.setdefault(key, Collective(Signal(exchanges.scheduler)))
+        made = store.collectives[key]
         made.calls[rank] = what, stacks.locate(stacks.of_frame(stacks.users_frame()))[1]
-        made.inputs[rank] = list(inputs)
+        made.inputs[rank] = given
         if next(iter(made.calls.values()))[0] != what:
             lines = [f"rank {ranks[each]}: {call} at {place}" for each, (call, place) in sorted(made.calls.items())]
-            made.error = made.error or CollectiveError(
+            made.outcome = CollectiveError(
                 "the ranks are in different collectives:\n" + "\n".join(lines) + "\nEvery rank must call the same "
                 "collectives in the same order, with tensors of the same shapes and types."
             )
-            made.signal.notify_all()
-        elif len(made.calls) == size:
-            del exchanges.collectives[key]
+        elif len(made.calls) == size and made.outcome is None:
+            del store.collectives[key]
             try:
                 with torch.no_grad():
-                    made.values = combine([made.inputs.pop(each) for each in range(size)])
+                    made.outcome = combine([made.inputs.pop(each) for each in range(size)], how, root)
             except (RuntimeError, NotImplementedError) as error:  # on every rank, as a backend refuses it
-                made.error = error
-            made.signal.notify_all()
+                made.outcome = error
 
         def awaited() -> str:
             missing = [ranks[each] for each in range(size) if each not in made.calls]
             return f"{what}, to which rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} did not come"
 
         def take() -> Any:
-            if made.values is None:
-                assert made.error is not None
-                raise made.error
-            values = made.values[rank::size] if scatters else made.values
-            for output, value in () if outputs is None else zip(outputs, values, strict=True):
-                _write(output, value)
-            return list(outputs or ()) if result is None else result
+            values: Any = made.outcome
+            if isinstance(values, Exception):
+                raise values
+            values = values[rank::size] if share == "tensors" else values
+            if share == "parts":
+                values = [each.reshape(size, -1)[rank] for each in values]
+            if share != "root" or rank == root:
+                for output, value in zip(taken, values, strict=True):
+                    _write(output, value)
+            return result or ([outputs] if isinstance(outputs, Tensor) else outputs)
 
-        has_ended = lambda: made.values is not None or made.error is not None  # noqa: E731
-        work = SimulatedWork(exchanges, made.signal, awaited, has_ended, take)
+        work = SimulatedWork(store, lambda: made.outcome is not None, take, awaited)
         if self._together is not None:
             self._together.append(work)
         return work
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
-        how = _operation(opts)
-        return self._begin("all_reduce", tensors, tensors, partial(_reduced, how), how)
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
-        how, root = _operation(opts), opts.rootRank
-        outputs = tensors if self._rank == root else None
-        return self._begin("reduce", tensors, outputs, partial(_reduced, how), how, f"to rank {root}", result=tensors)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
-        root = opts.rootRank
-        outputs = tensors if self._rank != root else None
-        of_root = partial(_copies, root=root)
-        return self._begin("broadcast", tensors, outputs, of_root, f"from rank {root}", result=tensors)
+    def _in_place(
+        self, name: str, combine: Combine, share: Share, tensors: list[Tensor], opts: Any = None
+    ) -> SimulatedWork:
+        return self._begin(name, combine, share, tensors, tensors, opts)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
-        return self._begin("barrier", [], [], _copies)
+        return self._begin("barrier", _copied, "all", [], [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait()
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
-        return self._begin("all_gather", inputs, [each for row in outputs for each in row], _copies, result=outputs)
-
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._begin("all_gather_into_tensor", inputs, outputs, _joined)
-
-    def _allgather_base(self, output: Tensor, value: Tensor, opts: Any = None) -> Any:
-        return self.allgather_into_tensor_coalesced([output], [value])
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
-        own = outputs[0] if self._rank == opts.rootRank else None
-        return self._begin("gather", inputs, own, _copies, f"to rank {opts.rootRank}", result=outputs)
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
-        root = opts.rootRank
-        own, of_root = inputs[0] if self._rank == root else [], partial(_copies, root=root)
-        return self._begin("scatter", own, outputs, of_root, f"from rank {root}", alike=outputs, scatters=True)
-
-    def _scatter_sums(
-        self, name: str, outputs: list[Tensor], parts: list[Tensor], alike: list[Tensor], opts: Any
-    ) -> SimulatedWork:
-        """Give each rank sums of its parts, which stand together, one for each rank."""
-        how = _operation(opts)
-        return self._begin(name, parts, outputs, partial(_reduced, how), how, alike=alike, scatters=True)
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
-        return self._scatter_sums("reduce_scatter", outputs, inputs[0], inputs[0], opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        parts = [part for each in inputs for part in each.detach().reshape(self._size, -1)]
-        return self._scatter_sums("reduce_scatter_tensor", outputs, parts, inputs, opts)
-
-    def _reduce_scatter_base(self, output: Tensor, value: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_tensor_coalesced([output], [value], opts)
-
-    def alltoall(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, result: Any = None
-    ) -> SimulatedWork:
-        if not len(outputs) == len(inputs) == self._size:
-            raise ValueError(f"all_to_all of {self._size} ranks got {len(inputs)} and {len(outputs)} tensors.")
-        types = sorted({_dtype(each) for each in inputs})
-        return self._begin("all_to_all", inputs, outputs, _copies, *types, alike=[], scatters=True, result=result)
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, result: Any = None) -> Any:
+        if not len(outputs) == len(inputs) == len(self._ranks):
+            raise ValueError(f"all_to_all of {len(self._ranks)} ranks got {len(inputs)} and {len(outputs)} tensors.")
+        return self._begin("all_to_all", _copied, "tensors", outputs, inputs, opts, result)
 
     def alltoall_base(self, output: Tensor, value: Tensor, output_sizes: Any, input_sizes: Any, _: Any = None) -> Any:
         def parts(tensor: Tensor, sizes: Any) -> list[Tensor]:
-            each = list(sizes) or [tensor.shape[0] // self._size] * self._size
+            each = list(sizes) or [len(tensor) // len(self._ranks)] * len(self._ranks)
             return list(torch.split(tensor.detach(), each))
 
         return self.alltoall(parts(output, output_sizes), parts(value, input_sizes), result=[output])
 
+    allreduce = partialmethod(_in_place, "all_reduce", _reduced, "all")
+    reduce = partialmethod(_in_place, "reduce", _reduced, "root")
+    broadcast = partialmethod(_in_place, "broadcast", _of_root, "all")
+    allgather = partialmethod(_begin, "all_gather", _copied, "all")
+    gather = partialmethod(_begin, "gather", _copied, "root")
+    scatter = partialmethod(_begin, "scatter", _of_root, "tensors")
+    reduce_scatter = partialmethod(_begin, "reduce_scatter", _reduced, "tensors")
+    _allgather_base = partialmethod(_begin, "all_gather_into_tensor", _joined, "all")
+    _reduce_scatter_base = partialmethod(_begin, "reduce_scatter_tensor", _reduced, "parts")
     # The names that some versions of torch, and coalescing, have for the same.
     allreduce_coalesced, allgather_coalesced, all_to_all_single = allreduce, allgather, alltoall_base
-    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
-    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
+    allgather_into_tensor_coalesced = all_gather_single = all_gather_single_coalesced = _allgather_base
+    reduce_scatter_tensor_coalesced = reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = _reduce_scatter_base
 
     # Messages
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> SimulatedWork:
-        exchanges, what = self._exchanges, _call("send", tensors, f"to rank {to}")
-        exchanges.scheduler.event(what)
-        box, message = exchanges.mail[self._key, to, tag], Message(self._rank, _copies([tensors]))
-        box.sent.append(message)
-        box.match()
         # A backend keeps no message for a rank that does not wait for it.
-        return SimulatedWork(exchanges, box.changed, what, lambda: message not in box.sent, lambda: tensors)
+        return self._post("send", tensors, f"to rank {to}", (to, tag), Message([self._rank], _copied([tensors]), True))
 
     def recv(self, tensors: list[Tensor], by: int, tag: int = 0) -> SimulatedWork:
-        return self._receive(tensors, [by], tag, f"from rank {by}")
+        return self._post("recv", tensors, f"from rank {by}", (self._rank, tag), Message([by], tensors, False))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimulatedWork:
-        return self._receive(tensors, range(self._size), tag, "from any rank")
+        own = Message(range(len(self._ranks)), tensors, False)
+        return self._post("recv", tensors, "from any rank", (self._rank, tag), own)
 
-    def _receive(self, tensors: list[Tensor], sources: Sequence[int], tag: int, words: str) -> SimulatedWork:
-        exchanges, what, receipt = self._exchanges, _call("recv", tensors, words), Receipt(sources)
-        exchanges.scheduler.event(what)
-        box = exchanges.mail[self._key, self._rank, tag]
-        box.awaited.append(receipt)
-        box.match()
+    def _post(self, name: str, tensors: list[Tensor], words: str, box: Any, own: Message) -> SimulatedWork:
+        """Match a message with the first that fits of those that lie in a rank's box, or lay it there."""
+        what = f"{name}({', '.join([*map(_shape, tensors), words])})"
+        self._store.scheduler.event(what)
+        waiting = self._store.mail[self._key, box]
+        fits = (each for each in waiting if each.is_sent != own.is_sent and {*each.sources} & {*own.sources})
+        if other := next(fits, None):
+            own.other, other.other = other, own
+            waiting.remove(other)
+        else:
+            waiting.append(own)
 
         def take() -> list[Tensor]:
-            assert receipt.message is not None
-            for tensor, value in zip(tensors, receipt.message.tensors, strict=True):
-                _write(tensor, value)
-            work.source = receipt.message.source
+            if not own.is_sent and own.other is not None:
+                work.source = own.other.sources[0]
+                for tensor, value in zip(tensors, own.other.tensors, strict=True):
+                    _write(tensor, value)
             return tensors
 
-        work = SimulatedWork(exchanges, box.changed, what, lambda: receipt.message is not None, take)
+        work = SimulatedWork(self._store, lambda: own.other is not None, take, what)
         return work
 
 
@@ -384,19 +389,12 @@ def _write(output: Tensor, value: Tensor) -> None:
     """Write what a rank has received, as a backend does, of which autograd knows nothing."""
     if output.shape.numel() != value.shape.numel() or output.dtype != value.dtype:
         raise CollectiveError(f"rank {dist.get_rank()} was sent {_shape(value)}, and receives {_shape(output)}.")
-    output.data.copy_(value if output.layout != torch.strided else value.view_as(output))
+    output.data.copy_(value if output.layout != torch.strided else value.reshape(output.shape))
 
 
-def _copies(rows: Rows, root: int | None = None) -> list[Tensor]:
-    return [each.detach().clone() for row in (rows if root is None else [rows[root]]) for each in row]
-
-
-def _joined(rows: Rows) -> list[Tensor]:
-    return [torch.cat([each.detach().reshape(-1) for each in column]) for column in zip(*rows, strict=True)]
-
-
-def _call(name: str, tensors: Sequence[Tensor], *words: str) -> str:
-    return f"{name}({', '.join([*map(_shape, tensors), *words])})"
+def _flat(tensors: Any) -> list[Tensor]:
+    """Return the tensors of one, or of lists of them."""
+    return [tensors] if isinstance(tensors, Tensor) else [one for each in tensors for one in _flat(each)]
 
 
 def _shape(tensor: Tensor) -> str:
@@ -413,35 +411,3 @@ def _operation(opts: Any) -> str:
     how: Any = getattr(opts, "reduceOp", ReduceOp.SUM)
     name = str(getattr(how, "op", how)).rpartition(".")[2].lower()
     return f"{name} by {how.__getstate__()[1]}" if name == "premul_sum" else name
-
-
-_IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    **dict.fromkeys(("sum", "avg", "premul_sum"), Tensor.add_),
-    "product": Tensor.mul_,
-    "min": lambda a, b: torch.minimum(a, b, out=a),
-    "max": lambda a, b: torch.maximum(a, b, out=a),
-    "band": Tensor.bitwise_and_,
-    "bor": Tensor.bitwise_or_,
-    "bxor": Tensor.bitwise_xor_,
-}
-
-
-def _reduced(how: str, rows: Rows) -> list[Tensor]:
-    """Return the reductions of the ranks' tensors, in the order of the ranks."""
-    name, _, factor = how.partition(" by ")
-    if name not in _IN_PLACE:
-        raise NotImplementedError(f"simulated ranks have no reduction {how!r}.")
-    totals = []
-    for first, *others in zip(*rows, strict=True):
-        total = first.detach().clone()
-        if total.layout == torch.strided:
-            total = total.contiguous()
-        for each in others:
-            _IN_PLACE[name](total, each.detach())
-        if factor:
-            total.mul_(float(factor))
-        if name == "avg":
-            is_real = total.is_floating_point() or total.is_complex()
-            total.div_(len(rows), rounding_mode=None if is_real else "trunc")
-        totals.append(total)
-    return totals

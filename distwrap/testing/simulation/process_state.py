@@ -62,33 +62,28 @@ _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 _libraries = set[str]()  # names of modules that were seen, and are no rank's own
 
 
-class ProcessState:
-    """State of a simulated rank's process, kept here while another rank has its turn.
+class Process:
+    """What would be a process of its own: of a simulated rank, or of the caller. It is kept here while it has no turn.
 
     Args:
+        number: of the rank.
         variables: what it has in place of this process's variables, at the start.
         modules: those it begins with, where ``__main__`` and all modules but those of libraries are the rank's own.
 
     Attributes:
         modules: the rank's own while another rank has its turn; ``None`` where all are shared.
+        events: the number of collectives, messages, and operations on stores and files that the rank has begun.
+        is_dead: whether it was killed.
     """
 
-    def __init__(
-        self, variables: Mapping[str, str] | None = None, modules: dict[str, ModuleType] | None = None
-    ) -> None:
+    def __init__(self, number: int, variables: Mapping[str, str], modules: dict[str, ModuleType] | None) -> None:
+        self.number, self.events, self.is_dead = number, 0, False
         self._values = [_copied(get()) for get, _ in _PARTS]
         groups = [type(value)() for value in self._values[-len(group_tables()) :]]
         self._values[-len(groups) :] = groups
         code = os.fsencode if os.supports_bytes_environ else str
-        self._values[0] |= {code(name): code(value) for name, value in (variables or {}).items()}
+        self._values[0] |= {code(name): code(value) for name, value in variables.items()}
         self.modules, self._count = modules, 0
-
-    @classmethod
-    def capture(cls, *, owns_modules: bool = False) -> ProcessState:
-        """Return the state of this process."""
-        found = cls(modules={} if owns_modules else None)
-        found.leave()
-        return found
 
     def enter(self) -> None:
         """Make this the state of the process."""

@@ -10,12 +10,11 @@ from types import ModuleType
 from unittest import mock
 
 from distwrap._internals.torch_devices import OneDevice, answered_for_ranks
-from distwrap.environments import distwrap_environment, torchrun
+from distwrap.environments import Placement, distwrap_environment, torchrun
 from distwrap.errors import OptionError
 from distwrap.group.setup import import_before_group
 from distwrap.seeding import seed_generators
 from distwrap.supervision.stacks import is_users
-from distwrap.testing.simulation.process_state import ProcessState
 from distwrap.testing.simulation.simulation import Simulation
 
 _PORT = "29500"
@@ -36,51 +35,43 @@ def failure_of(path: str, ranks: int, arguments: Sequence[str], *, schedule: int
     script = Path(path).resolve()
     if not script.is_file():
         raise OptionError(f"there is no script {path}")
-    try:
-        # torch.compile keeps what it makes with the code, and it belongs to one rank's globals.
-        codes = [compile(script.read_bytes(), str(script), "exec") for _ in range(ranks)]
-    except SyntaxError as error:
-        raise OptionError(f"{path}: {error}") from error
     simulation = Simulation(ranks, schedule)
     mode = OneDevice(simulation.device)
 
-    def state(rank: int) -> ProcessState:
-        place = distwrap_environment.on_one_node(rank, ranks)
+    def variables(place: Placement) -> dict[str, str]:
         own = distwrap_environment.variables(place, "simulate", "")
         del own[distwrap_environment.STORE]  # by which a rank is known as ours, where it is to be torchrun's
-        variables = {**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT, torchrun.AGENT: "simulated"}
-        return ProcessState(variables, {"__main__": ModuleType("__main__")})
+        return {**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT, torchrun.AGENT: "simulated"}
 
-    def body(rank: int) -> None:
-        main = sys.modules["__main__"]
-        main.__file__ = str(script)
+    def body(place: Placement) -> None:
+        own = vars(sys.modules["__main__"])
+        own["__file__"] = str(script)
         # torch's own generator begins alike in every process.
-        seed_generators(hash((schedule or 0, rank)) % 2**31, frozenset({"random", "numpy"}))
+        seed_generators(hash((schedule or 0, place.rank)) % 2**31, frozenset({"random", "numpy"}))
         try:
-            with mode:
-                exec(codes[rank], vars(main))
+            with mode:  # torch.compile keeps what it makes with the code, which is compiled for each rank
+                exec(compile(script.read_bytes(), str(script), "exec"), own)
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
 
-    simulation.announce(f"; every device is {simulation.device}")
     with (
         mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
         mock.patch.object(sys, "argv", [path, *arguments]),
         answered_for_ranks(is_users, ranks, simulation.rank, mode),
     ):
         import_before_group()
-        simulation.run(body, state, first_here=True)
+        more = f"; every device is {simulation.device}"
+        simulation.run(body, variables, lambda: {"__main__": ModuleType("__main__")}, more, first_here=True)
     sys.stdout.flush()  # what the ranks have printed comes first
     cause, failed = simulation.scheduler.failure, simulation.scheduler.failed
     if cause is None or failed is None:
         if cause is not None and not isinstance(cause, Exception):
             raise cause  # Ctrl-C
         return str(cause or "")
-    rank = failed.rank.number
     if isinstance(cause, SystemExit):
-        return f"rank {rank} called sys.exit({cause.code!r})"
+        return f"rank {failed.rank.number} called sys.exit({cause.code!r})"
     trace = cause.__traceback__
-    for _ in range(3):  # our frames, around the script
-        trace = trace and trace.tb_next
-    return f"rank {rank} raised:\n{''.join(traceback.format_exception(type(cause), cause, trace))}"
+    while trace is not None and not is_users(trace.tb_frame.f_code.co_filename):  # our frames, around the script
+        trace = trace.tb_next
+    return f"rank {failed.rank.number} raised:\n{''.join(traceback.format_exception(type(cause), cause, trace))}"
