@@ -18,6 +18,7 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
 from distwrap.model.gradients import Average, Gradients
 from distwrap.model.model_first import ModelFirst, put_model_first
+from distwrap.model.wrapped_models import handle_of
 from distwrap.precision import InPrecision
 
 _ddp_forward: Callable[..., Any] = DistributedDataParallel.forward
@@ -167,11 +168,9 @@ class DistributedRouting(Routing):
 
     Attributes:
         buffers: those of a `DistributedModel`.
-        exchange: with the other ranks: an `Exchange` of distwrap.comm, under ``comm=``.
         gradients: the watch over them.
     """
 
-    exchange: Any = None
     gradients: Gradients
 
     def __init__(self, inner: AveragingModel, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
@@ -229,18 +228,9 @@ class DistributedRouting(Routing):
     def check_place(self) -> None:
         self.gradients.check_place()
 
-    def end_exchange(self) -> None:
-        """End the exchange of an algorithm, as where the same model is wrapped anew."""
-        exchange, self.exchange = self.exchange, None
-        if exchange is not None:
-            exchange.close()
-
-    def release(self, wrapper: ModelFirst) -> None:
-        """Let go of the process group: from now on the wrapper is that of the bare model."""
-        self.gradients.forget()
-        self.end_exchange()
+    def release(self, wrapper: Any) -> None:
         methods = "auto" if self._forward_methods is None else self._forward_methods
-        wrapper.__dict__["_distwrap"] = LocalRouting(self.module, self._in_precision, methods)
+        wrapper.__dict__["_distwrap_routing"] = LocalRouting(self.module, self._in_precision, methods)
         put_model_first(wrapper, LocalModel)
 
 
@@ -256,7 +246,7 @@ class DistributedModel(ModelFirst, DistributedDataParallel):
         **ddp_kwargs: for ``DistributedDataParallel``.
     """
 
-    _distwrap_inner: type[AveragingModel] = AveragingModel
+    _distwrap_ddp: type[AveragingModel] = AveragingModel
 
     def __init__(
         self,
@@ -267,13 +257,14 @@ class DistributedModel(ModelFirst, DistributedDataParallel):
         **ddp_kwargs: Any,
     ) -> None:
         import_compiler()
-        inner = self._distwrap_inner(module, buffers, **ddp_kwargs)
-        super().__init__(DistributedRouting(inner, in_precision, forward_methods))
-        self._distwrap.gradients = inner.__dict__["gradients"] = Gradients(self, inner)
+        inner = self._distwrap_ddp(module, buffers, **ddp_kwargs)
+        routing = DistributedRouting(inner, in_precision, forward_methods)
+        routing.gradients = inner.__dict__["gradients"] = Gradients(self, inner)
+        super().__init__(routing, gradients=routing.gradients, buffers=buffers)
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag; when training pauses, take over rank 0's buffers."""
-        routing = self._distwrap
+        routing = self._distwrap_routing
         pauses = self.training and not mode
         super().train(mode)
         if pauses and routing.buffers is not None:
@@ -323,7 +314,7 @@ class ReplicaModel(DistributedModel):
     Prints a notice, once a run, when eval() or state_dict() sees weights that differ between ranks.
     """
 
-    _distwrap_inner = _AveragingReplica
+    _distwrap_ddp = _AveragingReplica
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag."""
@@ -338,8 +329,8 @@ class ReplicaModel(DistributedModel):
 
 
 def _note_own_weights(model: ReplicaModel, where: str) -> None:
-    exchange = model._distwrap.exchange
-    if exchange is not None and not exchange.alike:
+    handle = handle_of(model)
+    if handle is not None and handle.exchange is not None and not handle.exchange.alike:
         say_once(
             "own weights",
             f"{where} sees this rank's own weights, and under this comm= each rank has others. For the mean of "

@@ -26,7 +26,7 @@ from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.watch import SHARE, Watch, is_power_of_two
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, handle_of, parameters_of
 from distwrap.protocols import Strategy
 from distwrap.seeding import mix
 from distwrap.supervision.activity import Activity
@@ -93,7 +93,8 @@ class ModelWatch(Watch):
             and self._net is not None
             and (bound_strategy(optimizer) is self._strategy or self.trained_by(optimizer))
         ):
-            alignment = getattr(getattr(self._model(), "_distwrap", None), "alignment", None)
+            handle = handle_of(self._model())
+            alignment = handle.alignment if handle is not None else None
             self._forwards = [] if alignment is None else [alignment.held()]
             self.average()
         self._stepped[id(optimizer)] = weakref.ref(optimizer)

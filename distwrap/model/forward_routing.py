@@ -99,6 +99,9 @@ class Routing:
     def check_place(self) -> None:
         """Refuse a model that a method has just moved, where it had to stay."""
 
+    def release(self, wrapper: nn.Module) -> None:
+        """Let go of the process group: from now on the wrapper is that of the bare model."""
+
     def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -55,4 +55,4 @@ class _OverDevices(DDPForwardHook, AveragingModel):
 class _ModelOverDevices(DistributedModel):
     """Wrapped model whose forward runs on all devices of this process."""
 
-    _distwrap_inner = _OverDevices
+    _distwrap_ddp = _OverDevices

@@ -26,7 +26,7 @@ from distwrap.group.tensor_exchange import exchange_device
 from distwrap.group.world import RunPart, World
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels, parameters_of
+from distwrap.model.wrapped_models import gradients_of, parameters_of, routing_of
 from distwrap.precision import LossScaling
 from distwrap.strategies.optimizer_share import OptimizerShares, balanced, refuse_sparse
 
@@ -90,13 +90,13 @@ class GradientShare:
     def __init__(self, model: DistributedModel, world: World, known: Mapping[nn.Parameter, int]) -> None:
         self.rank, self._size = world.placement.rank, world.placement.world_size
         self._scaling = world.part(LossScaling)
-        parameters = world.part(WrappedModels).gradients[model].averaged()
+        parameters = gradients_of(model).averaged()
         self.owners = {each: known[each] for each in parameters if each in known}
         loads = [sum(each.numel() for each in self.owners if self.owners[each] == rank) for rank in range(self._size)]
         self.owners.update(balanced([each for each in parameters if each not in known], loads))
         self._refuse(parameters)
         refuse_sparse(unwrap_model(model), "strategy='zero2'")
-        ddp = model._distwrap.inner
+        ddp = routing_of(model).inner
         self._ddp = ref(ddp)
         self._notes: dict[nn.Parameter, _Note] = {}
         self._averaged: set[nn.Parameter] = set()  # averaged gradients to which nothing was added

@@ -16,7 +16,7 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.distributed import AveragingModel, DistributedModel
 from distwrap.model.in_sync import Held, tensors_of
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, gradients_of, parameters_of
 from distwrap.options import Options
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
@@ -161,7 +161,7 @@ class _WithoutJoin(AveragingModel):
 class _ZeroModel(DistributedModel):
     """Wrapped model whose optimizers are divided."""
 
-    _distwrap_inner = _WithoutJoin
+    _distwrap_ddp = _WithoutJoin
 
 
 def _divide(optimizer: Optimizer) -> None:
@@ -177,8 +177,8 @@ def _divided(optimizer: Optimizer) -> dict[nn.Parameter, int | None]:
     averaged = {
         id(parameter)
         for model in models.of_optimizer(optimizer)
-        if isinstance(bound_strategy(model), ZeroStrategy) and model in models.gradients
-        for parameter in models.gradients[model].averaged()
+        if isinstance(bound_strategy(model), ZeroStrategy) and (gradients := gradients_of(model)) is not None
+        for parameter in gradients.averaged()
     }
     held = parameters_of(optimizer)
     return {parameter: owners.get(parameter) for key, parameter in held.items() if key in averaged}

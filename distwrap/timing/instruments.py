@@ -25,7 +25,7 @@ from distwrap.group.optimizer_steps import OptimizerSteps, Phase, around_closure
 from distwrap.group.world import World
 from distwrap.model.forward_routing import Routing
 from distwrap.model.watch import is_power_of_two
-from distwrap.model.wrapped_models import WrappedModels, under_ddp
+from distwrap.model.wrapped_models import WrappedModels, handle_of, under_ddp
 from distwrap.stopwatch import Part, Stopwatch
 from distwrap.supervision.activity import Activity
 
@@ -198,10 +198,9 @@ class Instruments:
 
     def _follow(self, model: nn.Module) -> None:
         self._models.add(model)
-        routing = getattr(model, "__dict__", {}).get("_distwrap")
-        if isinstance(routing, Routing):
-            routing.put_around(partial(self._in_forward, id(model)))
-            self._placed.callback(_take_off, ref(routing))
+        if (handle := handle_of(model)) is not None:
+            handle.routing.put_around(partial(self._in_forward, id(model)))
+            self._placed.callback(_take_off, ref(handle.routing))
             return
         begun: list[Part | None] = []  # a strategy of the user's may return the model as it was
 

@@ -119,7 +119,7 @@ class EngineModel(UncopiedModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's own state dict, with all weights; if they are divided, every rank calls it."""
-        routing = self._distwrap
+        routing = self._distwrap_routing
         if routing.divides_weights and routing.engine is not None:
             routing.engine.take_over_weights()
             return full_weights(routing.model, everywhere=True)
@@ -128,4 +128,4 @@ class EngineModel(UncopiedModel):
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper."""
-        return load_weights(self._distwrap.model, state_dict, self._distwrap.engine)
+        return load_weights(self._distwrap_routing.model, state_dict, self._distwrap_routing.engine)

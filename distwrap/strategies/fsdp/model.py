@@ -36,11 +36,9 @@ class FSDPRouting(Routing):
     Attributes:
         buffers: the buffers that ranks take over from rank 0 when training pauses.
         gathered: the gathered weights of the model.
-        give_back: restores the user's module, with the numbers of a full state.
         tensor_parallel: the division of its blocks, if they are divided.
     """
 
-    give_back: Callable[[dict[str, torch.Tensor]], None]
     tensor_parallel: TensorParallel | None = None
 
     def __init__(
@@ -187,20 +185,20 @@ class DividedModel(UncopiedModel):
     """Model of which each rank holds a share of every weight as a ``DTensor``, around a real ``FSDPModule``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._distwrap.run(*args, **kwargs)
+        return self._distwrap_routing.run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_PARAMETERS:
-            self._distwrap.settle()
+            self._distwrap_routing.settle()
         return super().__getattr__(name)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights with or without a wrapper's prefix, whole or divided; ``assign=True`` also copies."""
-        net, strict = self._distwrap.model, kwargs.get("strict", next(iter(args), True))
+        net, strict = self._distwrap_routing.model, kwargs.get("strict", next(iter(args), True))
         return net.load_state_dict(shards.divided_state(net, state_dict), strict)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        for parameter in self._distwrap.model.parameters():
+        for parameter in self._distwrap_routing.model.parameters():
             before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             after = fn(before)
             if (after.dtype, after.device) != (before.dtype, before.device):
