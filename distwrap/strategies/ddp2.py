@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import data_parallel
 
-from distwrap._internals.torch import DDPForwardHook
 from distwrap.comm.base import Algorithm
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import OptionError
@@ -43,7 +42,7 @@ class DDP2Strategy(DDPStrategy):
         return super().devices(wrapping) if visible_devices().count < 2 else {}
 
 
-class _OverDevices(DDPForwardHook, AveragingModel):
+class _OverDevices(AveragingModel):
     """DDP model whose forward runs on all devices of this process; DDP sees the gradients on the first."""
 
     def run_module(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from distwrap.model.drift import Drift
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.optimizers import Optimizers
 from distwrap.model.same_inputs import SameInputs
-from distwrap.model.transparent import WRAPPERS, see_through, unwrap_model
+from distwrap.model.transparent import WRAPPERS, mark_users_model, unwrap_model
 from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, handle_of, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling
@@ -128,7 +128,7 @@ def wrap_model(
     if type(in_precision.precision).after_step is not Precision.after_step:
         world.part(StepHooks).add(precision, in_precision.precision, model)
     bind(wrapped, chosen, own=wrapped is model)
-    see_through(wrapped, model)
+    mark_users_model(wrapped, model)
     if chosen.shards or any(parameter.requires_grad for parameter in wrapped.parameters()):
         if models.last is last:  # unless the strategy has added it
             models.add(wrapped)

@@ -124,7 +124,7 @@ def _and_after() -> None:
     assert (torch.autograd.backward, torch.save, torch.distributed.all_reduce) == functions
     handle = handle_of(model)
     assert handle is not None
-    assert handle.routing.run is (handle.routing.inner or dw.unwrap_model(model))
+    assert handle.routing.dressed is None
 
 
 def test_the_numbers_are_the_same() -> None:

@@ -15,7 +15,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
-from distwrap.model.uncopied_model import UncopiedModel
+from distwrap.model.proxy import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.deepspeed.engine import ModelEngine
@@ -52,7 +52,7 @@ class EngineRouting(Routing):
         self.buffers, self._make_engine, self.divides_weights = buffers, make_engine, divides_weights
         self.engine: ModelEngine | None = None
         self.alignment = Alignment(type(self.model).__name__) if divides_weights else None
-        self.run = in_precision(self._through_engine)
+        self.forward = in_precision(self._through_engine)
 
     def _through_engine(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))

@@ -21,7 +21,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing, put_back_forward
-from distwrap.model.uncopied_model import UncopiedModel
+from distwrap.model.proxy import UncopiedModel
 from distwrap.model.wrapped_models import WrappedModels, held_by_all, routing_of
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
@@ -110,7 +110,7 @@ class PipelineRouting(Routing):
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
         self._forward, self._own_forward = net.forward, vars(net).get("forward")
         net.forward = self._on_forward
-        self.run = self._call
+        self.forward = self._call
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
