@@ -40,10 +40,7 @@ class LocalRouting(Routing):
 
 
 class LocalModel(ModelProxy):
-    """A model of this one process, under autocast, or on an accelerator."""
-
-    def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
-        super().__init__(LocalRouting(module, in_precision, forward_methods))
+    """A model of this one process, under autocast, or on an accelerator, with a `LocalRouting`."""
 
 
 class DataParallelRouting(Routing):
@@ -60,12 +57,7 @@ class DataParallelRouting(Routing):
 
 
 class DataParallelModel(ModelProxy, DataParallel):  # type: ignore[type-arg]
-    """A `DataParallel` over several devices of this process, in its precision in each of its threads."""
-
-    def __init__(
-        self, module: nn.Module, in_precision: InPrecision, device_ids: Sequence[int], forward_methods: ForwardMethods
-    ) -> None:
-        super().__init__(DataParallelRouting(module, in_precision, device_ids, forward_methods))
+    """A `DataParallel` over several devices of this process, with a `DataParallelRouting`."""
 
 
 class _DataParallelInPrecision(DataParallel):  # type: ignore[type-arg]

@@ -94,8 +94,7 @@ class ModelWatch(Watch):
             and (bound_strategy(optimizer) is self._strategy or self.trained_by(optimizer))
         ):
             handle = handle_of(self._model())
-            alignment = handle.alignment if handle is not None else None
-            self._forwards = [] if alignment is None else [alignment.held()]
+            self._forwards = [handle.alignment.held()] if handle is not None and handle.alignment is not None else []
             self.average()
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
 

@@ -8,11 +8,8 @@ from distwrap._internals.torch import ASKED_BY_DDP
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model.forward_routing import Routing
-from distwrap.model.transparent import TransparentModule, put_model_first, refuse_unknown_parameters
+from distwrap.model.transparent import TransparentModule, put_model_first
 from distwrap.model.wrapped_models import Handle, WrappedModels
-
-# Settings of DistributedDataParallel that loops change; any other public name that is set is the model's.
-_SETTINGS = {"require_backward_grad_sync", "require_forward_param_sync", "broadcast_buffers", "forward_sync_buffers"}
 
 
 class ModelProxy(TransparentModule):
@@ -58,15 +55,7 @@ class ModelProxy(TransparentModule):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        model, inner = self._distwrap_model, self._distwrap_inner
-        if not hasattr(model, name) and hasattr(inner, name) and (name.startswith("_") or name in _SETTINGS):
-            model = inner
-        else:
-            refuse_unknown_parameters(self, name, value)
-        setattr(model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._distwrap_model, name)
+        self._distwrap_set(name, value)
 
 
 class UncopiedModel(ModelProxy):

@@ -29,6 +29,8 @@ _CHANGES = {
     for name, value in vars(nn.Module).items()
     if isinstance(value, FunctionType) and "_apply" in value.__code__.co_names and name != "_apply"
 }
+# Settings of DistributedDataParallel that loops change; any other public name that is set is the model's.
+_SETTINGS = {"require_backward_grad_sync", "require_forward_param_sync", "broadcast_buffers", "forward_sync_buffers"}
 
 
 class TransparentModule(nn.Module):
@@ -41,7 +43,7 @@ class TransparentModule(nn.Module):
 
     module: nn.Module
     _distwrap_model: nn.Module  # the user's, which `module` may be compiled of
-    _distwrap_inner: Any = None  # torch's wrapper, if there is one
+    _distwrap_inner: Any = None  # torch's wrapper in it, if there is one
 
     def __init__(self) -> None:
         """Leave it to the subclass to set `module`."""
@@ -77,12 +79,22 @@ class TransparentModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
         if name == "module":
-            own.update(module=value, _distwrap_model=unwrap_model(value))
+            model = unwrap_model(value)
+            own.update(module=value, _distwrap_model=model, _distwrap_inner=value if value is not model else None)
             put_model_first(self, type(self))
         elif name in own or (name.startswith("_") and not hasattr(own.get("_distwrap_model"), name)):
-            own[name] = value  # also before there is a model
+            own[name] = value
         else:
-            setattr(self._distwrap_model, name, value)
+            self._distwrap_set(name, value)
+
+    def _distwrap_set(self, name: str, value: Any) -> None:
+        """Set an attribute of the model, or a setting of torch's wrapper that the model does not have."""
+        model, inner = self._distwrap_model, self._distwrap_inner
+        if not hasattr(model, name) and hasattr(inner, name) and (name.startswith("_") or name in _SETTINGS):
+            model = inner
+        elif _is_ddp(self):
+            refuse_unknown_parameters(model, name, value)
+        setattr(model, name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
@@ -218,11 +230,11 @@ def _is_ddp(wrapper: nn.Module) -> bool:
     return issubclass(type(wrapper), nn.parallel.DistributedDataParallel)
 
 
-def refuse_unknown_parameters(wrapper: nn.Module, name: str, value: Any) -> None:
-    """Refuse to set on a model under DDP what DDP, which took stock when it was built, would not average."""
+def refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
+    """Refuse what DDP, which took stock when it was built, would not average."""
     new = [value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else []
-    known = set(map(id, wrapper.parameters()))
-    if _is_ddp(wrapper) and any(parameter.requires_grad and id(parameter) not in known for parameter in new):
+    known = set(map(id, model.parameters()))
+    if any(parameter.requires_grad and id(parameter) not in known for parameter in new):
         raise ModelError(
             f"{name!r} would add new parameters to a model that is wrapped already, and they would differ "
             "between the ranks. Set it before wrap_model(), or wrap unwrap_model(model) anew."

@@ -63,9 +63,8 @@ class DDPStrategy(Strategy):
         if wrapping.device.type != "cpu":
             options = {**self.devices(wrapping), **options}
         buffers = None
-        name = str(world.count("model"))
         if world.channel is not None and not DDP_BROADCAST_OPTIONS.intersection(options):
-            buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, name)
+            buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, str(world.count("model")))
         comm = wrapping.comm if wrapping.comm is not None else self.comm
         if comm is not None:
             _refuse_with_comm(model, options)

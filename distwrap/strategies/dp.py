@@ -10,7 +10,7 @@ from torch.nn.parallel.comm import scatter
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World
-from distwrap.model.distributed import DataParallelModel
+from distwrap.model.distributed import DataParallelModel, DataParallelRouting
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
 
@@ -49,4 +49,5 @@ class DPStrategy(Strategy):
         if count < 2 or wrapping.device.type == "cpu":
             return local(model, wrapping)
         check_over_devices("dp")
-        return DataParallelModel(model, wrapping.in_precision, range(count), wrapping.forward_methods)
+        routing = DataParallelRouting(model, wrapping.in_precision, range(count), wrapping.forward_methods)
+        return DataParallelModel(routing)
