@@ -202,7 +202,7 @@ class WeightExchange(Exchange[W]):
     def compare(self, position: str, held: list[Held]) -> None:
         """Compare tensors that must be equal on all ranks at a position; does not wait for other ranks."""
         if self._comparison is not None:
-            self._comparison.tell(position, held)
+            self._comparison.publish(position, held)
 
     def _apart(self, position: str, difference: str, agreed: str | None) -> str:
         return (

@@ -288,7 +288,7 @@ class _Joined(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self._hook.post_hook(is_last_joiner)
         if self._gradients.watch is not None:
-            self._gradients.watch.begin_era()
+            self._gradients.watch.begin_generation()
 
 
 class _AveragingReplica(AveragingModel):

@@ -31,7 +31,7 @@ from distwrap.model import diagnosis
 from distwrap.model.drift import ModelWatch
 from distwrap.model.wrapped_models import WrappedModels, routing_of
 
-_SENTINELS = 4
+_PROBE_PARAMETERS = 4
 
 
 class Average(Enum):
@@ -69,7 +69,7 @@ class Gradients:
         self.trained = [name for name, parameter in named if parameter.requires_grad]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for parameter in _sentinels(named)
+            for parameter in _probe_parameters(named)
         ]
         self._accumulators = [(parameter, _accumulator(parameter)) for _, parameter in named if parameter.requires_grad]
         self._handles += refuse_unfreezing((name, p) for name, p in named if not p.requires_grad)
@@ -204,14 +204,14 @@ def _accumulator(parameter: torch.Tensor) -> Any:
         return node.next_functions[0][0] if node is not None else None
 
 
-def _sentinels(named: list[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+def _probe_parameters(named: list[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
     """Choose parameters that hardly any backward leaves out: the first of each child, and few of these."""
     first: dict[str, nn.Parameter] = {}
     for name, parameter in named:
         if parameter.requires_grad:
             first.setdefault(name.split(".")[0], parameter)
     chosen = list(first.values())
-    step = max(1, -(-len(chosen) // _SENTINELS))
+    step = max(1, -(-len(chosen) // _PROBE_PARAMETERS))
     return chosen[::step]
 
 

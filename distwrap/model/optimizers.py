@@ -58,7 +58,7 @@ class Optimizers(RunPart):
                 self._refuse_newcomers(held, model)
             # Of a model whose ranks differ on purpose nobody compares what is trained beside it.
             if held.keys() - self._drift.known() and all(isinstance(model, ReplicaModel) for model in models):
-                self._drift.watch_outsider(optimizer)
+                self._drift.watch_unwrapped_tensors(optimizer)
         else:
             for model in self._models:
                 self._refuse_copies(optimizer, held, model)

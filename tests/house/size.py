@@ -49,7 +49,7 @@ ROWS = {
     "environments": Row(420, 524, 465, ("environments/",)),  # part 3
     "group": Row(1000, 1555, 1492, ("group/",)),  # part 3
     "launch": Row(2300, 3760, 3534, ("launch/",)),  # part 3
-    "model": Row(850 + 750, 2438, 2391, ("model/",)),  # part 1; 750 for checks, in a room of their own
+    "model": Row(850 + 750, 2436, 2389, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 1026, 880, ("prove/",)),  # part 3
