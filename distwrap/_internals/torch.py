@@ -82,65 +82,36 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 # DistributedDataParallel
 
 
-def begin_ddp_forward(model: DistributedDataParallel) -> None:
-    """Run DDP's steps before the forward of the module.
+def step_of_ddp(name: str) -> Any:
+    """Return a step of DDP's by its name.
 
     Relies on ``torch.nn.parallel:DistributedDataParallel._pre_forward``.
-    Without it: ModelError where a method other than forward() trains.
-
-    Raises:
-        ModelError: this torch has no such step.
+    Without it: ModelError as the step is taken.
     """
-    _step_of_ddp(model, "_pre_forward")(None)
+    missing = "train with strategy='single', or with an older torch."
+    return getattr(DistributedDataParallel, name, lambda *_: _refuse(f"DistributedDataParallel.{name}", missing))
 
 
-def end_ddp_forward(model: DistributedDataParallel, output: Any) -> Any:
-    """Run DDP's steps after the forward of the module, and return the output.
+class DDPSteps(DistributedDataParallel):
+    """DDP model whose steps around the forward of the module can be taken one by one.
 
-    Relies on ``torch.nn.parallel:DistributedDataParallel._post_forward``.
-    Without it: ModelError where a method other than forward() trains.
+    Relies on ``torch.nn.parallel:DistributedDataParallel._pre_forward``,
+    ``torch.nn.parallel:DistributedDataParallel._run_ddp_forward``,
+    ``torch.nn.parallel:DistributedDataParallel._post_forward``.
+    Without it: ModelError at the first forward with gradients.
 
-    Raises:
-        ModelError: this torch has no such step.
-    """
-    return _step_of_ddp(model, "_post_forward")(output)
-
-
-def _step_of_ddp(model: DistributedDataParallel, name: str) -> Any:
-    step = getattr(model, name, None)
-    if step is None:
-        _refuse(f"DistributedDataParallel.{name}", "train by calling the model itself, not another method of it.")
-    return step
-
-
-class DDPForwardHook(DistributedDataParallel):
-    """DDP model whose subclass decides how the module runs, between DDP's steps before and after it.
-
-    Relies on ``torch.nn.parallel:DistributedDataParallel._run_ddp_forward``.
-    Without it: the module runs on the first device only.
+    Attributes:
+        begin_forward: takes the arguments of the module's forward, and returns them.
+        run_module: runs the module with them, as DDP does.
+        end_forward: takes the forward's output, and returns it.
     """
 
-    def run_module(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, and return its output."""
-        raise NotImplementedError
+    begin_forward, run_module, end_forward = map(step_of_ddp, ("_pre_forward", "_run_ddp_forward", "_post_forward"))
 
-    def _run_ddp_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run_module(*args, **kwargs)
-
-
-class DDPOutputs(DistributedDataParallel):
-    """DDP model that finds output tensors in any object, if its search through the graph needs them.
-
-    Relies on ``torch.nn.parallel:DistributedDataParallel._post_forward``.
-    Without it: outputs in objects that DDP does not know are an error under find_unused_parameters and static_graph.
-    """
-
-    def _post_forward(self, output: Any) -> Any:
-        end: Any = super()._post_forward
-        if not (self.find_unused_parameters or self.static_graph):
-            return end(output)
+    def end_with(self, output: Any) -> Any:
+        """Take `end_forward` with output tensors in any object, for DDP's search through the graph."""
         tensors = tensors_in(output)
-        after = dict(zip(map(id, tensors), end(tensors), strict=True))
+        after = dict(zip(map(id, tensors), self.end_forward(tensors), strict=True))
         return map_tensors(lambda tensor: after[id(tensor)], output)
 
 

@@ -15,9 +15,8 @@ from distwrap.errors import ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
 from distwrap.model.buffers import let_buffers_differ, sync_buffers
-from distwrap.model.distributed import DistributedModel
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, handle_of
 from distwrap.supervision.activity import Activity
 
 
@@ -116,6 +115,6 @@ def _exchange_of(model: nn.Module) -> Exchange[Any] | None:
         )
     net = unwrap_model(model)
     for wrapped in current_world().part(WrappedModels):
-        if isinstance(wrapped, DistributedModel) and wrapped._distwrap.exchange and unwrap_model(wrapped) is net:
-            return wrapped._distwrap.exchange  # type: ignore[no-any-return]
+        if unwrap_model(wrapped) is net and (handle := handle_of(wrapped)) is not None and handle.exchange:
+            return handle.exchange  # type: ignore[no-any-return]
     return None

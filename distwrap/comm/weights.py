@@ -30,7 +30,7 @@ from distwrap.model.comparison import Comparison
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import parameters_of
+from distwrap.model.wrapped_models import parameters_of, under_ddp
 from distwrap.precision import LossScaling
 
 _FEW_BY_HAND, _MOST_BY_HAND = 2, 32  # changes by hand in a row: before any step, and at any time
@@ -201,7 +201,7 @@ class WeightExchange(Exchange[W]):
     def compare(self, position: str, held: list[Held]) -> None:
         """Compare tensors that must be equal on all ranks at a position; does not wait for other ranks."""
         if self._comparison is not None:
-            self._comparison.tell(position, held)
+            self._comparison.publish(position, held)
 
     def _apart(self, position: str, difference: str, agreed: str | None) -> str:
         return (
@@ -242,8 +242,9 @@ class WeightExchange(Exchange[W]):
 
     def _tell_model(self) -> None:
         """Keep DDP's reducer out of the backward once gradients are no longer averaged."""
-        if self.model is not None:
-            self.model._distwrap.inner.trains_alone = self.node is None and self.steps >= self.algorithm.warmup_steps
+        ddp: Any = under_ddp(self.model)
+        if ddp is not None:
+            ddp.trains_alone = self.node is None and self.steps >= self.algorithm.warmup_steps
 
     def note_load(self) -> None:
         """Act on a ``load_state_dict`` of the model."""

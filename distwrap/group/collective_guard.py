@@ -71,7 +71,8 @@ def check_collectives_allowed(what: str) -> None:
 
 
 def _guard_forward(model: torch.nn.Module, stack: ExitStack) -> None:
-    plain, users = model.forward, getattr(model, "module", model)
+    name = "begin" if hasattr(type(model), "begin") else "forward"  # ours begins each method's forward
+    plain, users = getattr(model, name), getattr(model, "module", model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and model.training:
@@ -79,13 +80,12 @@ def _guard_forward(model: torch.nn.Module, stack: ExitStack) -> None:
         return plain(*args, **kwargs)
 
     def restore() -> None:
-        if own.get("forward") is forward:  # else the model was released meanwhile
-            del own["forward"]
+        if own.get(name) is forward:  # else the model was released meanwhile
+            del own[name]
             own.update(before)
 
-    own = model.__dict__
-    before = {"forward": own["forward"]} if "forward" in own else {}  # in its precision, on its device
-    own["forward"] = forward
+    own, before = vars(model), {name: plain} if name in vars(model) else {}  # in its precision, on its device
+    own[name] = forward
     stack.callback(restore)
 
 

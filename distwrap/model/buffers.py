@@ -19,7 +19,7 @@ from distwrap.group.collectives import broadcast, reduce
 from distwrap.group.world import current_world, say
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import Handle, WrappedModels
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.channel import Channel
 
@@ -167,7 +167,7 @@ def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
     one_of("way to synchronise buffers", ("rank0", "mean"))("how", how)
     net = unwrap_model(model)
     with torch.no_grad():
-        own = [sync for each in _routings_of(net) if (sync := getattr(each, "sync_buffers", None)) is not None]
+        own = [each.sync_buffers for each in _handles_of(net) if each.sync_buffers is not None]
         for sync in own:  # of a model of which no rank has all
             sync(how)
         if not own:
@@ -185,13 +185,12 @@ def let_buffers_differ(model: nn.Module) -> None:
 
 
 def _buffers_of(net: nn.Module) -> list[Buffers]:
-    found = [getattr(each, "buffers", None) for each in _routings_of(net)]
-    return [buffers for buffers in found if buffers is not None]
+    return [each.buffers for each in _handles_of(net) if each.buffers is not None]
 
 
-def _routings_of(net: nn.Module) -> list[Any]:
-    wrapped = [each for each in current_world().part(WrappedModels) if unwrap_model(each) is net]
-    return [each.__dict__.get("_distwrap") for each in wrapped]
+def _handles_of(net: nn.Module) -> list[Handle]:
+    handles = current_world().part(WrappedModels).handles
+    return [handle for model, handle in handles.items() if unwrap_model(model) is net]
 
 
 def statistics_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """Comparison of tensors between ranks over the side channel, without any rank waiting.
 
-Each rank looks at its tensors at a position, tells their digest, and compares it with another rank's when that has come
-to the same position; at latest when the run ends. Of a divided model, a part is compared with the first rank that has
-it too. Only where digests differ are the marks of all tensors asked for.
+Each rank looks at its tensors at a position, publishes their digest, and compares it with another rank's when that has
+come to the same position; at latest when the run ends. Of a divided model, a part is compared with the first rank that
+has it too. Only where digests differ are the marks of all tensors asked for.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
 from distwrap.model.in_sync import Held, Mark
 
-_KEPT = 4  # looks whose marks are still known
+_KEPT = 4  # snapshots whose marks are still known
 TRIES = 4  # after which a rank that has not come to a position will not
 
 P = TypeVar("P")  # a position: its string is the same on ranks that have come equally far, and on no others
 
 
 @dataclass
-class Look(Generic[P]):
+class Snapshot(Generic[P]):
     """This rank's tensors at one position.
 
     Attributes:
         position: to which the rank has come.
-        held: the tensors, until they are told.
+        held: the tensors, until they are published.
         numbers: those of `in_sync.numbers_of`, on the tensors' device.
-        marks: what is told.
+        marks: what is published.
         tries: how often another rank's were not there yet.
     """
 
@@ -63,72 +63,72 @@ class Comparison(Generic[P]):
         run = world.part(Comparisons)
         self._channel, self._rank, self._processor = run.channel, run.rank, run.processor
         self._key, self._ranks, self._explain = key, ranks, explain
-        self._open: list[Look[P]] = []
-        self._told: list[Look[P]] = []
+        self._open: list[Snapshot[P]] = []
+        self._published: list[Snapshot[P]] = []
         self._agreed: P | None = None
         run.by_key[key] = self
 
     def __bool__(self) -> bool:
-        """Return whether there is something left to tell or to compare."""
+        """Return whether there is something left to publish or to compare."""
         return bool(self._open)
 
     def look(self, position: P, held: list[Held]) -> None:
-        """Look at tensors now, without waiting for their device; `advance` tells of them."""
-        self._open.append(Look(position, held))
+        """Look at tensors now, without waiting for their device; `advance` publishes them."""
+        self._open.append(Snapshot(position, held))
 
-    def tell(self, position: P, held: list[Held]) -> None:
-        """Look at tensors, and tell of them at once."""
-        if position not in [look.position for look in self._told]:
+    def publish(self, position: P, held: list[Held]) -> None:
+        """Look at tensors, and publish them at once."""
+        if position not in [snapshot.position for snapshot in self._published]:
             self.look(position, held)
-            self._tell(self._open[-1])
+            self._publish(self._open[-1])
 
     def advance(self) -> None:
-        """Go on with each look by one step: tell it, then compare it, then forget it.
+        """Go on with each snapshot by one step: publish it, then compare it, then forget it.
 
         Raises:
             DriftError: another rank's tensors differ.
         """
-        for look in list(self._open):
-            if look.marks is None:
-                self._tell(look)
+        for snapshot in list(self._open):
+            if snapshot.marks is None:
+                self._publish(snapshot)
                 continue
-            look.tries += 1
-            compared = [self._compare(look, other) for other in self._firsts(look) - {self._rank}]
-            if all(compared) or look.tries >= TRIES:
-                self._open.remove(look)
+            snapshot.tries += 1
+            compared = [self._compare(snapshot, other) for other in self._firsts(snapshot) - {self._rank}]
+            if all(compared) or snapshot.tries >= TRIES:
+                self._open.remove(snapshot)
 
     def finish(self) -> None:
-        """Compare what is told and not compared yet, on the first rank with all that have come as far.
+        """Compare what is published and not compared yet, on the first rank with all that have come as far.
 
         Raises:
             DriftError: another rank's tensors differ.
         """
-        for look in self._open:
-            if look.marks is None:
+        for snapshot in self._open:
+            if snapshot.marks is None:
                 continue
-            firsts = self._firsts(look)
+            firsts = self._firsts(snapshot)
             for other in self._ranks if self._rank in firsts else firsts:
                 if other != self._rank:
-                    self._compare(look, other)
+                    self._compare(snapshot, other)
         self._open.clear()
 
     def forget(self) -> None:
         """Leave uncompared what is not compared yet."""
         self._open.clear()
 
-    def told(self) -> dict[str, list[Mark] | None]:
-        """Return the marks of the latest looks, by their positions; runs in the channel's thread."""
-        return {str(look.position): look.marks for look in self._told}
+    def published(self) -> dict[str, list[Mark] | None]:
+        """Return the marks of the latest snapshots, by their positions; runs in the channel's thread."""
+        return {str(snapshot.position): snapshot.marks for snapshot in self._published}
 
-    def _tell(self, look: Look[P]) -> None:
-        look.marks, look.held = in_sync.marks(look.held, look.numbers), []
-        self._told = [*self._told[1 - _KEPT :], look]
-        digests = {str(told.position): self._digests(told.marks) for told in self._told}
+    def _publish(self, snapshot: Snapshot[P]) -> None:
+        snapshot.marks, snapshot.held = in_sync.marks(snapshot.held, snapshot.numbers), []
+        self._published = [*self._published[1 - _KEPT :], snapshot]
+        digests = {str(each.position): self._digests(each.marks) for each in self._published}
         self._channel.note(f"alike/{self._key}", json.dumps([self._processor, digests]))
 
-    def _firsts(self, look: Look[P]) -> set[int]:
-        """Return the ranks with which this one compares a look: of each part the first that has it."""
-        parts = self._digests(look.marks)
+    def _firsts(self, snapshot: Snapshot[P]) -> set[int]:
+        """Return the ranks with which this one compares a snapshot: of each part the first that has it."""
+        parts = self._digests(snapshot.marks)
         return {self._ranks[0] if (first := in_sync.first_rank(part)) is None else first for part in parts}
 
     def _digests(self, marks: list[Mark] | None) -> dict[str, str]:
@@ -138,21 +138,21 @@ class Comparison(Generic[P]):
             parts.setdefault(in_sync.part_of(mark), []).append(mark)
         return {part: _digest(own) for part, own in parts.items()} or {"": ""}
 
-    def _told_by(self, rank: int) -> tuple[str, dict[str, dict[str, str]]]:
-        """Return what a rank computes on, and the digests that it has told last."""
+    def _published_by(self, rank: int) -> tuple[str, dict[str, dict[str, str]]]:
+        """Return what a rank computes on, and the digests that it has published last."""
         note = self._channel.noted(f"alike/{self._key}", rank)
         processor, digests = json.loads(note) if note else ("", {})
         return processor, digests
 
-    def _compare(self, look: Look[P], other: int) -> bool:
-        """Compare a look with another rank's; return whether that was there."""
-        processor, digests = self._told_by(other)
-        theirs = digests.get(str(look.position))
+    def _compare(self, snapshot: Snapshot[P], other: int) -> bool:
+        """Compare a snapshot with another rank's; return whether that was there."""
+        processor, digests = self._published_by(other)
+        theirs = digests.get(str(snapshot.position))
         if theirs is None:
             return False
-        mine = self._digests(look.marks)
+        mine = self._digests(snapshot.marks)
         if any(mine[part] != theirs[part] for part in mine.keys() & theirs.keys()):
-            marks = {rank: found for rank in self._ranks if (found := self._marks_of(rank, look)) is not None}
+            marks = {rank: found for rank in self._ranks if (found := self._marks_of(rank, snapshot)) is not None}
             exact = processor == self._processor
             if other in marks:
                 difference = in_sync.first_difference(list(marks.values()), exact=exact, ranks=list(marks))
@@ -161,17 +161,17 @@ class Comparison(Generic[P]):
             else:
                 return False
             if difference is not None:
-                raise DriftError(self._explain(look.position, difference, self._agreed))
-        self._agreed = look.position
+                raise DriftError(self._explain(snapshot.position, difference, self._agreed))
+        self._agreed = snapshot.position
         return True
 
-    def _marks_of(self, rank: int, look: Look[P]) -> list[Mark] | None:
+    def _marks_of(self, rank: int, snapshot: Snapshot[P]) -> list[Mark] | None:
         if rank == self._rank:
-            return look.marks
-        if str(look.position) not in self._told_by(rank)[1]:
+            return snapshot.marks
+        if str(snapshot.position) not in self._published_by(rank)[1]:
             return None
         packed = self._channel.work.ask(f"alike/{rank}", rank, self._key)
-        found: list[Mark] | None = json.loads(zlib.decompress(packed)).get(self._key, {}).get(str(look.position))
+        found: list[Mark] | None = json.loads(zlib.decompress(packed)).get(self._key, {}).get(str(snapshot.position))
         return found
 
 
@@ -195,7 +195,7 @@ class Comparisons(RunPart):
     def _packed(self, key: str | None, waited: float) -> bytes:
         """Return the marks of one comparison, if it still exists; when this rank leaves, those of all."""
         found = {each: self.by_key.get(each) for each in ([key] if key is not None else list(self.by_key))}
-        marks = {each: comparison.told() for each, comparison in found.items() if comparison is not None}
+        marks = {each: comparison.published() for each, comparison in found.items() if comparison is not None}
         return zlib.compress(json.dumps(marks).encode())
 
 

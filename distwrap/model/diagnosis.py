@@ -161,7 +161,7 @@ def _explained_twice(text: str) -> ModelError:
     found = re.search(r"Parameter at index (\d+)", text)
     candidates = {
         gradients.trained[int(found.group(1))]
-        for gradients in current_world().part(WrappedModels).gradients.values()
+        for _, gradients in current_world().part(WrappedModels).gradients()
         if found and int(found.group(1)) < len(gradients.trained)
     }
     which = " or ".join(sorted(map(repr, candidates))) or "a parameter"

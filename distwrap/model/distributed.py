@@ -10,17 +10,16 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parallel.parallel_apply import parallel_apply
 
-from distwrap._internals.torch import DDPOutputs, begin_ddp_forward, end_ddp_forward, import_compiler
+from distwrap._internals.torch import DDPSteps, import_compiler
 from distwrap.errors import ModelError
 from distwrap.group.world import say_once
 from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
 from distwrap.model.gradients import Average, Gradients
-from distwrap.model.model_first import ModelFirst, put_model_first
+from distwrap.model.proxy import ModelProxy
+from distwrap.model.wrapped_models import handle_of
 from distwrap.precision import InPrecision
-
-_ddp_forward: Callable[..., Any] = DistributedDataParallel.forward
 
 
 class LocalRouting(Routing):
@@ -29,7 +28,7 @@ class LocalRouting(Routing):
     def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
         super().__init__(module, in_precision, forward_methods)
         self._plain = in_precision.is_plain and in_precision.device.type == "cpu"
-        self.run = module if self._plain else in_precision(self._locally)
+        self.forward = module if self._plain else in_precision(self._locally)
 
     def looked_up(self, name: str, method: MethodType) -> Callable[..., Any]:
         """Return what is called for a method: where there is nothing to do, the method itself."""
@@ -40,11 +39,8 @@ class LocalRouting(Routing):
         return self.module(*args, **kwargs)
 
 
-class LocalModel(ModelFirst):
-    """A model of this one process, under autocast, or on an accelerator."""
-
-    def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
-        super().__init__(LocalRouting(module, in_precision, forward_methods))
+class LocalModel(ModelProxy):
+    """A model of this one process, under autocast, or on an accelerator, with a `LocalRouting`."""
 
 
 class DataParallelRouting(Routing):
@@ -54,19 +50,14 @@ class DataParallelRouting(Routing):
         self, module: nn.Module, in_precision: InPrecision, device_ids: Sequence[int], forward_methods: ForwardMethods
     ) -> None:
         super().__init__(module, in_precision, forward_methods)
-        self.run = self.inner = _DataParallelInPrecision(module, in_precision, device_ids)
+        self.forward = self.inner = _DataParallelInPrecision(module, in_precision, device_ids)
 
     def _moved(self, arguments: Any, objects: Literal["changed", "left"] = "changed") -> Any:
         return arguments  # which DataParallel divides among the devices
 
 
-class DataParallelModel(ModelFirst, DataParallel):  # type: ignore[type-arg]
-    """A `DataParallel` over several devices of this process, in its precision in each of its threads."""
-
-    def __init__(
-        self, module: nn.Module, in_precision: InPrecision, device_ids: Sequence[int], forward_methods: ForwardMethods
-    ) -> None:
-        super().__init__(DataParallelRouting(module, in_precision, device_ids, forward_methods))
+class DataParallelModel(ModelProxy, DataParallel):  # type: ignore[type-arg]
+    """A `DataParallel` over several devices of this process, with a `DataParallelRouting`."""
 
 
 class _DataParallelInPrecision(DataParallel):  # type: ignore[type-arg]
@@ -82,10 +73,10 @@ class _DataParallelInPrecision(DataParallel):  # type: ignore[type-arg]
         return parallel_apply(run, inputs, kwargs, self.device_ids[: len(replicas)])
 
 
-class AveragingModel(DDPOutputs):
+class AveragingModel(DDPSteps):
     """torch's wrapper inside a `DistributedModel`, whose names are its own.
 
-    Without gradients the bare model runs: nothing is exchanged, so evaluation needs no lock-step.
+    A forward is between its `begin` and its `end`, whichever method runs it.
 
     Args:
         module: the user's model, on its device.
@@ -100,7 +91,6 @@ class AveragingModel(DDPOutputs):
 
     trains_alone = False
     needs_outputs: bool
-    buffers_of_rank_zero: Buffers | None
     gradients: Gradients
 
     def __init__(self, module: nn.Module, buffers: Buffers | None, **ddp_kwargs: Any) -> None:
@@ -108,10 +98,9 @@ class AveragingModel(DDPOutputs):
         super().__init__(module, **ddp_kwargs)  # gives every rank rank 0's buffers, once
         if "forward_sync_buffers" not in ddp_kwargs:
             self.broadcast_buffers = broadcast
-        own = self.__dict__
-        own["module"] = module  # beside its place among the children, where each look-up costs a microsecond
-        own["buffers_of_rank_zero"] = buffers
-        own["needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
+        needs_outputs = bool(self.find_unused_parameters or self.static_graph)
+        # The module stands here beside its place among the children, where each look-up costs a microsecond.
+        self.__dict__.update(module=module, needs_outputs=needs_outputs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if type(value) is bool and name in self.__dict__:
@@ -119,38 +108,35 @@ class AveragingModel(DDPOutputs):
         else:
             super().__setattr__(name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; with gradients on, through DDP."""
-        if not torch.is_grad_enabled():
-            outputs = self.module(*args, **kwargs)
-            self.count_forward()
-            return outputs
-        gradients = self.gradients
-        again = gradients.average is Average.DUE
-        if again and gradients.watch is not None:
-            gradients.watch.forward_again()
-        elif gradients.watch is not None and gradients.watch.averages == 1:
-            gradients.watch.has_regrouped |= self.static_graph or not self.find_unused_parameters
+    def begin(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Do what DDP does before the model's forward with gradients on, and return that forward's arguments."""
+        gradients, watch = self.gradients, self.gradients.watch
+        if watch is not None and gradients.average is Average.DUE:
+            watch.forward_again()
+        elif watch is not None and watch.averages == 1:
+            watch.has_regrouped |= self.static_graph or not self.find_unused_parameters
         try:
-            outputs = _ddp_forward(self, *args, **kwargs)
+            return self.begin_forward(*args, **kwargs)  # type: ignore[no-any-return]
         except RuntimeError as error:
-            raise self.explained(error)  # noqa: B904 - which knows its cause
-        self.count_forward()
+            raise diagnosis.unfinished(error, self.module, gradients.trained)  # noqa: B904 - which knows its cause
+
+    def end(self, output: Any, again: bool) -> Any:
+        """Do what DDP does after that forward, and return its output.
+
+        Args:
+            output: of the forward; ``None`` where DDP need not see it, and the method is still running.
+            again: whether the forward before it has had no backward yet.
+        """
+        gradients = self.gradients
+        try:
+            output = self.end_with(output) if self.needs_outputs else self.end_forward(output)
+        except RuntimeError as error:
+            raise diagnosis.unfinished(error, self.module, gradients.trained)  # noqa: B904 - which knows its cause
         # A forward in no_sync() does not take back what one outside of it has prepared, whose backward never came.
         gradients.average = Average.DUE if again or self.require_backward_grad_sync else Average.LEFT_OUT
         if again:
-            gradients.repeat(outputs)
-        return outputs
-
-    def count_forward(self) -> None:
-        """Count a forward in training."""
-        buffers = self.buffers_of_rank_zero
-        if buffers is not None and self.module.training:
-            buffers.count_forward()
-
-    def explained(self, error: RuntimeError) -> RuntimeError:
-        """Return what an error of DDP's means."""
-        return diagnosis.unfinished(error, self.module, self.gradients.trained)
+            gradients.repeat(output)
+        return output
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what torch's ``Join`` does for a rank that is out of data, and when all are."""
@@ -160,6 +146,8 @@ class AveragingModel(DDPOutputs):
 class DistributedRouting(Routing):
     """Forward through DDP, which averages the gradients.
 
+    Without gradients the bare model runs: nothing is exchanged, so evaluation needs no lock-step.
+
     Args:
         inner: torch's wrapper.
         in_precision: how to compute, and on which device its inputs must be.
@@ -167,22 +155,38 @@ class DistributedRouting(Routing):
 
     Attributes:
         buffers: those of a `DistributedModel`.
-        exchange: with the other ranks: an `Exchange` of distwrap.comm, under ``comm=``.
         gradients: the watch over them.
     """
 
-    exchange: Any = None
+    buffers: Buffers | None
     gradients: Gradients
 
     def __init__(self, inner: AveragingModel, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
         super().__init__(inner.module, in_precision, forward_methods)
-        self.inner, self.buffers = inner, inner.buffers_of_rank_zero
+        self.inner = inner
         self._plain = in_precision.is_plain and in_precision.device.type == "cpu"
-        self.run = inner if self._plain else in_precision(self._forward_there)
+        if not self._plain:
+            self.forward = in_precision(self._forward_there)  # type: ignore[method-assign]
 
     def _forward_there(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
-        return self.inner(*args, **kwargs)
+        return DistributedRouting.forward(self, *args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; with gradients on, between DDP's steps."""
+        if self.method:
+            return self.module(*args, **kwargs)  # by whose call the method begins
+        ddp, again = self.inner, self.gradients.average is Average.DUE
+        if again and self.gradients.is_in_backward():
+            return self.module(*args, **kwargs)  # where checkpointing recomputes
+        if torch.is_grad_enabled():
+            args, kwargs = ddp.begin(*args, **kwargs)
+            output = ddp.end(ddp.run_module(*args, **kwargs), again)
+        else:
+            output = self.module(*args, **kwargs)
+        if self.buffers is not None and self.module.training:
+            self.buffers.count_forward()
+        return output
 
     def _takes_part(self) -> bool:
         return torch.is_grad_enabled() or not self._plain
@@ -200,19 +204,13 @@ class DistributedRouting(Routing):
         return False
 
     def _prepare(self, call: MethodCall) -> None:
-        """Do what DDP's forward does around the model's own, so far as it needs no outputs."""
-        gradients, ddp = self.gradients, self.inner
-        call.prepared, call.again = True, gradients.average is Average.DUE
-        if call.again and gradients.watch is not None:
-            gradients.watch.forward_again()
-        try:
-            begin_ddp_forward(ddp)
-            ddp.count_forward()
-            if not ddp.needs_outputs:
-                end_ddp_forward(ddp, None)
-                gradients.average = Average.DUE if ddp.require_backward_grad_sync else Average.LEFT_OUT
-        except RuntimeError as error:
-            raise ddp.explained(error)  # noqa: B904 - which knows its cause
+        """Do what comes before the forward, and after it where DDP need not see its outputs: a backward may come."""
+        call.prepared, call.again = True, self.gradients.average is Average.DUE
+        self.inner.begin(None)
+        if self.buffers is not None and self.module.training:
+            self.buffers.count_forward()
+        if not self.inner.needs_outputs:
+            self.inner.end(None, call.again)
 
     def _end(self, output: Any, call: MethodCall) -> Any:
         gradients, ddp = self.gradients, self.inner
@@ -220,8 +218,7 @@ class DistributedRouting(Routing):
             if not call.prepared and gradients.average is Average.NONE and has_gradient(output):
                 self._prepare(call)  # it has used parameters without calling a module
             if call.prepared and ddp.needs_outputs:
-                output = end_ddp_forward(ddp, output)
-                gradients.average = Average.DUE if ddp.require_backward_grad_sync else Average.LEFT_OUT
+                output = ddp.end(output, call.again)
             elif call.again and gradients.average is Average.DUE:
                 gradients.repeat(output)
         return self._in_precision.outputs(output) if call.begun or call.prepared else output
@@ -229,22 +226,12 @@ class DistributedRouting(Routing):
     def check_place(self) -> None:
         self.gradients.check_place()
 
-    def end_exchange(self) -> None:
-        """End the exchange of an algorithm, as where the same model is wrapped anew."""
-        exchange, self.exchange = self.exchange, None
-        if exchange is not None:
-            exchange.close()
-
-    def release(self, wrapper: ModelFirst) -> None:
-        """Let go of the process group: from now on the wrapper is that of the bare model."""
-        self.gradients.forget()
-        self.end_exchange()
+    def release(self, wrapper: Any) -> None:
         methods = "auto" if self._forward_methods is None else self._forward_methods
-        wrapper.__dict__["_distwrap"] = LocalRouting(self.module, self._in_precision, methods)
-        put_model_first(wrapper, LocalModel)
+        wrapper._distwrap_go_through(LocalRouting(self.module, self._in_precision, methods), LocalModel)
 
 
-class DistributedModel(ModelFirst, DistributedDataParallel):
+class DistributedModel(ModelProxy, DistributedDataParallel):
     """A `DistributedDataParallel` by its type, which answers like the user's model; DDP itself is inside.
 
     Args:
@@ -256,7 +243,7 @@ class DistributedModel(ModelFirst, DistributedDataParallel):
         **ddp_kwargs: for ``DistributedDataParallel``.
     """
 
-    _distwrap_inner: type[AveragingModel] = AveragingModel
+    _distwrap_ddp: type[AveragingModel] = AveragingModel
 
     def __init__(
         self,
@@ -267,13 +254,15 @@ class DistributedModel(ModelFirst, DistributedDataParallel):
         **ddp_kwargs: Any,
     ) -> None:
         import_compiler()
-        inner = self._distwrap_inner(module, buffers, **ddp_kwargs)
-        super().__init__(DistributedRouting(inner, in_precision, forward_methods))
-        self._distwrap.gradients = inner.__dict__["gradients"] = Gradients(self, inner)
+        inner = self._distwrap_ddp(module, buffers, **ddp_kwargs)
+        routing = DistributedRouting(inner, in_precision, forward_methods)
+        routing.buffers, routing.gradients = buffers, Gradients(self, inner)
+        inner.__dict__["gradients"] = routing.gradients
+        super().__init__(routing, gradients=routing.gradients, buffers=buffers)
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag; when training pauses, take over rank 0's buffers."""
-        routing = self._distwrap
+        routing = self._distwrap_routing
         pauses = self.training and not mode
         super().train(mode)
         if pauses and routing.buffers is not None:
@@ -299,7 +288,7 @@ class _Joined(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self._hook.post_hook(is_last_joiner)
         if self._gradients.watch is not None:
-            self._gradients.watch.begin_era()
+            self._gradients.watch.begin_generation()
 
 
 class AveragingReplica(AveragingModel):
@@ -323,7 +312,7 @@ class ReplicaModel(DistributedModel):
     Prints a notice, once a run, when eval() or state_dict() sees weights that differ between ranks.
     """
 
-    _distwrap_inner = AveragingReplica
+    _distwrap_ddp = AveragingReplica
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag."""
@@ -338,8 +327,8 @@ class ReplicaModel(DistributedModel):
 
 
 def _note_own_weights(model: ReplicaModel, where: str) -> None:
-    exchange = model._distwrap.exchange
-    if exchange is not None and not exchange.alike:
+    handle = handle_of(model)
+    if handle is not None and handle.exchange is not None and not handle.exchange.alike:
         say_once(
             "own weights",
             f"{where} sees this rank's own weights, and under this comm= each rank has others. For the mean of "

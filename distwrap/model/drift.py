@@ -21,12 +21,12 @@ from distwrap._internals.torch import version_of
 from distwrap.group.world import RunPart, World
 from distwrap.live_objects import instances
 from distwrap.model import in_sync
-from distwrap.model.drift_causes import cause_in_closure, name_of_stranger, strangers_in_words
+from distwrap.model.drift_causes import cause_in_closure, name_of_unwrapped_tensor, unwrapped_tensors_in_words
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.watch import SHARE, Watch, is_power_of_two
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, handle_of, parameters_of
 from distwrap.protocols import Strategy
 from distwrap.seeding import mix
 from distwrap.supervision.activity import Activity
@@ -55,13 +55,13 @@ class ModelWatch(Watch):
         net = unwrap_model(model)
         self._inner = net if net is not model else None
         self._strategy = bound_strategy(model)
-        self._sentinel = next((p for p in model.parameters() if p.requires_grad), None)
+        self._probe_parameter = next((p for p in model.parameters() if p.requires_grad), None)
         self._version = self._version_now()
-        self._last_seen = self._version, 0  # the sentinel's version and the averages, as a forward came without one
+        self._last_seen = self._version, 0  # the probe parameter's, and the averages, as a forward came without one
         self._at_first = [version_of(parameter) - self._version for parameter in net.parameters()]
-        self._changes = {0}  # of the sentinel's version, from one average to the next
+        self._changes = {0}  # of the probe parameter's version, from one average to the next
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}  # since the last average
-        self._strangers: dict[str, str] = {}  # of tensors that no wrapped model has, what they are
+        self._unwrapped: dict[str, str] = {}  # of tensors that no wrapped model has, what they are
         self._forwards: list[Held] = []  # of a divided model, before the latest step
         self._by_hand = self._pauses = 0
         self._paused_at = 0.0
@@ -93,8 +93,8 @@ class ModelWatch(Watch):
             and self._net is not None
             and (bound_strategy(optimizer) is self._strategy or self.trained_by(optimizer))
         ):
-            alignment = getattr(getattr(self._model(), "_distwrap", None), "alignment", None)
-            self._forwards = [] if alignment is None else [alignment.held()]
+            handle = handle_of(self._model())
+            self._forwards = [handle.alignment.held()] if handle is not None and handle.alignment is not None else []
             self.average()
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
 
@@ -104,7 +104,7 @@ class ModelWatch(Watch):
         A change through ``.data`` leaves no trace, so a second one in a row counts too. Inside a ``functional_call``
         the model holds other tensors than its own, which may differ.
         """
-        if self._net is None or not any(own is self._sentinel for own in self._net.parameters()):
+        if self._net is None or not any(own is self._probe_parameter for own in self._net.parameters()):
             return
         seen = self._version_now(), self.averages
         if seen[0] != self._last_seen[0] or seen == self._last_seen:
@@ -112,7 +112,7 @@ class ModelWatch(Watch):
             if self.comparison:
                 self.comparison.advance()
             if is_power_of_two(self._by_hand):
-                self._tell("by hand", self._by_hand, self._drift.averages)
+                self._publish("by hand", self._by_hand, self._drift.averages)
         self._last_seen = seen
 
     def pause(self) -> None:
@@ -127,7 +127,7 @@ class ModelWatch(Watch):
             if not self.averages:  # no step will compare what was told before
                 self.comparison.advance()
             change = self._version_now() - self._version
-            self._tell("paused", self._by_hand, change, self._uneven(), self._drift.averages)
+            self._publish("paused", self._by_hand, change, self._uneven(), self._drift.averages)
             self._due = self.averages + 1
 
     def end(self) -> None:
@@ -143,9 +143,9 @@ class ModelWatch(Watch):
         how = usual if self.averages > 2 else f"{change} changes"
         if not (self.is_gone and self._strategy is not None and self._strategy.shards):
             self._stepped.clear()  # some are gone by now, on some ranks
-            self._tell("end", 0, how, self._uneven())
+            self._publish("end", 0, how, self._uneven())
         if self.is_gone:
-            self._inner = self._sentinel = None
+            self._inner = self._probe_parameter = None
 
     def held(self) -> list[Held]:
         """Return the learning rates, the weights, and what is trained with them that no wrapped model has."""
@@ -159,21 +159,21 @@ class ModelWatch(Watch):
         stepped = [optimizer for held in self._stepped.values() if (optimizer := held()) is not None]
         optimizers = [optimizer for optimizer in stepped if self.trained_by(optimizer)]
         known = self._drift.known()
-        strangers: list[Held] = []
+        unwrapped_tensors: list[Held] = []
         for optimizer in optimizers:
             own = {
-                name_of_stranger(number, optimizer): tensor
+                name_of_unwrapped_tensor(number, optimizer): tensor
                 for number, tensor in enumerate(parameters_of(optimizer).values())
                 if id(tensor) not in known and tensor.grad is not None
             }
-            if not own.keys() <= self._strangers.keys():  # now, since they may be gone when ranks are seen to differ
-                self._strangers |= strangers_in_words(own)
-            strangers += [Held(name, "", tensor) for name, tensor in own.items()]
-        return [*_learning_rates(optimizers), *weights, *strangers, *self._forwards]
+            if not own.keys() <= self._unwrapped.keys():  # now, since they may be gone when ranks are seen to differ
+                self._unwrapped |= unwrapped_tensors_in_words(own)
+            unwrapped_tensors += [Held(name, "", tensor) for name, tensor in own.items()]
+        return [*_learning_rates(optimizers), *weights, *unwrapped_tensors, *self._forwards]
 
     def cause_of(self, difference: str) -> str:
-        stranger = next((words for name, words in self._strangers.items() if repr(name) in difference), "")
-        return stranger or cause_in_closure(each for each in instances(Optimizer) if self.trained_by(each))
+        unwrapped = next((words for name, words in self._unwrapped.items() if repr(name) in difference), "")
+        return unwrapped or cause_in_closure(each for each in instances(Optimizer) if self.trained_by(each))
 
     @property
     def is_gone(self) -> bool:
@@ -191,16 +191,16 @@ class ModelWatch(Watch):
         return not parameters_of(optimizer).keys().isdisjoint(own)
 
     def _version_now(self) -> int:
-        return 0 if self._sentinel is None else version_of(self._sentinel)
+        return 0 if self._probe_parameter is None else version_of(self._probe_parameter)
 
     def _uneven(self) -> int:
-        """Return a number for which parameters were changed more often than the sentinel, as by hand."""
+        """Return a number for which parameters were changed more often than the probe parameter, as by hand."""
         assert self._net is not None
         uneven = [version_of(parameter) - self._version_now() for parameter in self._net.parameters()]
         return mix(*(now - then for now, then in zip_longest(uneven, self._at_first, fillvalue=0)))
 
 
-class OutsiderWatch(Watch):
+class UnwrappedTensorWatch(Watch):
     """Watch over what an optimizer holds that is in no wrapped model."""
 
     unit = "steps"
@@ -226,7 +226,7 @@ class OutsiderWatch(Watch):
     def end(self) -> None:
         """Look once more, where the optimizer is still there."""
         if self.optimizer() is not None:
-            self._tell("end", 0)
+            self._publish("end", 0)
 
 
 class Drift(RunPart):
@@ -241,10 +241,10 @@ class Drift(RunPart):
         self._models = world.part(WrappedModels)
         self.watches: list[ModelWatch] = []
         self._gone: deque[list[ModelWatch]] = deque(maxlen=_WRAPS)  # those that went from one wrap to the next
-        self._averages_of_gone = self._begun_of_gone = self._eras_of_gone = 0
+        self._averages_of_gone = self._begun_of_gone = self._generations_of_gone = 0
         self._strategies: list[Strategy] = []  # strategies of models for which steps are counted
         self._steps = 0  # of optimizers with these strategies
-        self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
+        self._beside_models: weakref.WeakKeyDictionary[Optimizer, UnwrappedTensorWatch] = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
         self.apart: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         world.part(Activity).averages = self._begun
@@ -252,7 +252,7 @@ class Drift(RunPart):
     def _begun(self) -> tuple[int, int]:
         """Return how often averages were counted anew, and what the models have begun; for the channel's thread."""
         begun = self._begun_of_gone + sum(watch.begun for watch in self.watches) + 2 * self._steps
-        return self._eras_of_gone + sum(watch.era for watch in self.watches), begun
+        return self._generations_of_gone + sum(watch.generation for watch in self.watches), begun
 
     @property
     def averages(self) -> int:
@@ -285,17 +285,17 @@ class Drift(RunPart):
             self._steps += 1
         for watch in self.watches:
             watch.step(optimizer)
-        if optimizer in self._outsiders:
-            self._outsiders[optimizer].average()
+        if optimizer in self._beside_models:
+            self._beside_models[optimizer].average()
 
-    def watch_outsider(self, optimizer: Optimizer) -> None:
+    def watch_unwrapped_tensors(self, optimizer: Optimizer) -> None:
         """Watch over what an optimizer holds that is in no wrapped model, where other ranks have one like it."""
         if self.world.channel is not None:
             tensors = parameters_of(optimizer).values()
             kind = f"{type(optimizer).__name__} {mix(*(str(tensor.shape) for tensor in tensors)):x}"
             name = f"what {type(optimizer).__name__} holds outside of wrapped models"
             ranks = list(range(self.world.placement.world_size))
-            self._outsiders[optimizer] = OutsiderWatch(optimizer, self, name, self._name(kind), ranks)
+            self._beside_models[optimizer] = UnwrappedTensorWatch(optimizer, self, name, self._name(kind), ranks)
 
     def known(self) -> set[int]:
         """Return the ids of the parameters of all wrapped models, and of those that are each rank's own on purpose."""
@@ -308,7 +308,7 @@ class Drift(RunPart):
             watch.pause()
 
     def wait(self) -> None:
-        watches = [*self.watches, *chain(*self._gone), *self._outsiders.values()]
+        watches = [*self.watches, *chain(*self._gone), *self._beside_models.values()]
         for watch in watches:
             watch.end()
         for watch in watches:
@@ -328,7 +328,7 @@ class Drift(RunPart):
             self.watches.remove(watch)
             self._averages_of_gone += watch.averages
             self._begun_of_gone += watch.begun
-            self._eras_of_gone += watch.era
+            self._generations_of_gone += watch.generation
         self._gone.append(gone)
 
     def _name(self, kind: str) -> str:

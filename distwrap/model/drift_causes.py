@@ -20,22 +20,22 @@ SCHEDULED = (
 )
 
 
-def name_of_stranger(number: int, optimizer: Optimizer) -> str:
+def name_of_unwrapped_tensor(number: int, optimizer: Optimizer) -> str:
     """Return the name, alike on all ranks, of an optimizer's tensor that no wrapped model has."""
     return f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has"
 
 
-def strangers_in_words(strangers: Mapping[str, nn.Parameter]) -> dict[str, str]:
+def unwrapped_tensors_in_words(unwrapped_tensors: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """Return for each tensor that no wrapped model has which module it is of, and what to do.
 
     Args:
-        strangers: of one optimizer, by the names that the ranks compare.
+        unwrapped_tensors: of one optimizer, by the names that the ranks compare.
     """
-    model = model_of({id(tensor): tensor for tensor in strangers.values()}, instances(nn.Module))
+    model = model_of({id(tensor): tensor for tensor in unwrapped_tensors.values()}, instances(nn.Module))
     own = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
     return {
         key: _in_words(own.get(id(tensor), ""), type(model).__name__, tuple(tensor.shape))
-        for key, tensor in strangers.items()
+        for key, tensor in unwrapped_tensors.items()
     }
 
 

@@ -38,12 +38,14 @@ class Routing:
         forward_methods: which methods may be routed, whose names are known to be right.
 
     Attributes:
-        run: the forward.
+        forward: runs the model's forward.
+        dressed: what is called in its place, while something looks at calls or runs around them.
         inner: torch's wrapper, if there is one.
         method: which method is running.
     """
 
-    run: Callable[..., Any]
+    forward: Callable[..., Any]
+    dressed: Callable[..., Any] | None = None
     inner: Any = None
     method: str = ""
 
@@ -54,7 +56,6 @@ class Routing:
         self._in_precision = in_precision
         self._look: Callable[[Any], object] | None = None
         self._around: Around | None = None
-        self._bare: Callable[..., Any] | None = None
 
     @property
     def is_looked_at(self) -> bool:
@@ -72,22 +73,16 @@ class Routing:
         self._dress()
 
     def _dress(self) -> None:
-        run = self._bare = self.run if self._bare is None else self._bare
-        run = run if self._look is None else self._looked_at(run, self._look)
-        self.run = run if self._around is None else self._around(run)
-        if self._look is None and self._around is None:
-            self._bare = None
+        itself, look = ref(self), self._look  # which would else hold itself, and the model
 
-    def _looked_at(self, run: Callable[..., Any], look: Callable[[Any], object]) -> Callable[..., Any]:
-        itself = ref(self)  # which would else hold itself, and the model
-
-        def looked_at(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             routing = itself()
-            if routing is not None and not routing.method:  # which was looked at
+            assert routing is not None  # it calls this
+            if look is not None and not routing.method:  # which was looked at
                 look((args, kwargs))
-            return run(*args, **kwargs)
+            return routing.forward(*args, **kwargs)
 
-        return looked_at
+        self.dressed = self._around(run) if self._around is not None else run if look is not None else None
 
     def looked_up(self, name: str, method: MethodType) -> Callable[..., Any]:
         """Return what is called for a method of the user's model."""
@@ -98,6 +93,9 @@ class Routing:
 
     def check_place(self) -> None:
         """Refuse a model that a method has just moved, where it had to stay."""
+
+    def release(self, wrapper: nn.Module) -> None:
+        """Let go of the process group: from now on the wrapper is that of the bare model."""
 
     def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -204,8 +202,8 @@ def check_forward_methods(model: nn.Module, forward_methods: ForwardMethods) -> 
 
 
 def has_gradient(output: Any) -> bool:
-    """Return whether a nesting holds a tensor through which a backward could come."""
-    return any(tensor.requires_grad for tensor in tensors_in(output))
+    """Return whether a nesting holds a computed tensor through which a backward could come, and not only parameters."""
+    return any(tensor.grad_fn is not None for tensor in tensors_in(output))
 
 
 def put_back_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:

@@ -29,9 +29,9 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world, say_once
 from distwrap.model import diagnosis
 from distwrap.model.drift import ModelWatch
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import WrappedModels, routing_of
 
-_SENTINELS = 4
+_PROBE_PARAMETERS = 4
 
 
 class Average(Enum):
@@ -69,12 +69,11 @@ class Gradients:
         self.trained = [name for name, parameter in named if parameter.requires_grad]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for parameter in _sentinels(named)
+            for parameter in _probe_parameters(named)
         ]
         self._accumulators = [(parameter, _accumulator(parameter)) for _, parameter in named if parameter.requires_grad]
         self._handles += refuse_unfreezing((name, p) for name, p in named if not p.requires_grad)
         weakref.finalize(model, _remove, self._handles).atexit = False
-        current_world().part(WrappedModels).gradients[model] = self
 
     def check_place(self) -> None:
         """Refuse parameters that were moved or converted since: autograd then forgets DDP's hooks.
@@ -153,7 +152,7 @@ class Gradients:
             if syncs:
                 raise ModelError(diagnosis.flipped(model))
         elif syncs and not self._is_expected(model, ddp, task):
-            raise ModelError(diagnosis.skipped(model, model.__dict__["_distwrap"].method))
+            raise ModelError(diagnosis.skipped(model, getattr(routing_of(model), "method", "")))
 
     def _is_expected(self, model: nn.Module, ddp: nn.parallel.DistributedDataParallel, task: int | None) -> bool:
         if task is None or (ddp.static_graph and self.on_average is None):
@@ -175,8 +174,8 @@ def refuse_unfreezing(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[An
 
 def _refuse_unfreezing(name: str, parameter: nn.Parameter) -> Any:
     def on_gradient(parameter: torch.Tensor) -> None:
-        watches = current_world().part(WrappedModels).gradients.values()
-        if not any(parameter is own for other in watches for own in other.averaged()):
+        watches = current_world().part(WrappedModels).gradients()
+        if not any(parameter is own for _, other in watches for own in other.averaged()):
             raise ModelError(
                 f"the parameter {name!r} was frozen when wrap_model() was called, and has a gradient now, "
                 "which DDP does not average, so that it would differ between the ranks. Set requires_grad "
@@ -205,14 +204,14 @@ def _accumulator(parameter: torch.Tensor) -> Any:
         return node.next_functions[0][0] if node is not None else None
 
 
-def _sentinels(named: list[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+def _probe_parameters(named: list[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
     """Choose parameters that hardly any backward leaves out: the first of each child, and few of these."""
     first: dict[str, nn.Parameter] = {}
     for name, parameter in named:
         if parameter.requires_grad:
             first.setdefault(name.split(".")[0], parameter)
     chosen = list(first.values())
-    step = max(1, -(-len(chosen) // _SENTINELS))
+    step = max(1, -(-len(chosen) // _PROBE_PARAMETERS))
     return chosen[::step]
 
 
@@ -223,5 +222,5 @@ def _averaged_elsewhere(model: nn.Module, task: int) -> bool:
         other is not model
         and (gradients._task == task or gradients.average is Average.DUE)
         and not own.isdisjoint(map(id, other.parameters()))
-        for other, gradients in current_world().part(WrappedModels).gradients.items()
+        for other, gradients in current_world().part(WrappedModels).gradients()
     )

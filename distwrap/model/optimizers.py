@@ -13,7 +13,7 @@ from distwrap.model.distributed import ReplicaModel
 from distwrap.model.drift import Drift
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.unwrapped import Unwrapped
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, gradients_of, parameters_of
 
 
 class Optimizers(RunPart):
@@ -58,7 +58,7 @@ class Optimizers(RunPart):
                 self._refuse_newcomers(held, model)
             # Of a model whose ranks differ on purpose nobody compares what is trained beside it.
             if held.keys() - self._drift.known() and all(isinstance(model, ReplicaModel) for model in models):
-                self._drift.watch_outsider(optimizer)
+                self._drift.watch_unwrapped_tensors(optimizer)
         else:
             for model in self._models:
                 self._refuse_copies(optimizer, held, model)
@@ -72,7 +72,7 @@ class Optimizers(RunPart):
 
     def _refuse_newcomers(self, held: dict[int, nn.Parameter], model: nn.Module) -> None:
         """Refuse to train a parameter that was added to a wrapped model, since its gradient is not averaged."""
-        gradients, net = self._models.gradients.get(model), unwrap_model(model)
+        gradients, net = gradients_of(model), unwrap_model(model)
         if gradients is None:
             return
         for name, parameter in net.named_parameters():

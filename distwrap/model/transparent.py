@@ -1,103 +1,153 @@
-"""A wrapped model that answers like the user's own: attributes, methods, parameter names, state dict."""
+"""A wrapped model that answers like the user's own: attributes, methods, parameter names, state dict, class.
+
+What is looked up, set or registered on it reaches the user's model first. torch's own wrapper, as
+DistributedDataParallel, may be a private object inside. Its names are reached only where the model has none of that
+name, so neither side need know the other's.
+"""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import nn
 
-from distwrap._internals.torch import compiled_module, submodules
+from distwrap._internals.torch import compiled_module
 from distwrap.errors import ModelError
 from distwrap.model.state_dict import strip_module_prefix
 
-# In a wrapper that knows nothing of this module, the user's model.
+# In a module that knows nothing of this one, the user's model.
 _USERS_MODEL = "_distwrap_users_model"
 
 # Special methods of the user's class that a wrapper has in its own way, or not at all.
 _WRAPPERS_SPECIALS = {"__getnewargs__", "__getnewargs_ex__", "__class_getitem__", "__del__"}
 _USERS_SPECIALS = {"__repr__", "__str__", "__format__"}
+# Methods of any module that change its tensors, which the wrapper must allow: they go through `_apply`.
+_CHANGES = {
+    name
+    for name, value in vars(nn.Module).items()
+    if isinstance(value, FunctionType) and "_apply" in value.__code__.co_names and name != "_apply"
+}
+# Settings of DistributedDataParallel that loops change; any other public name that is set is the model's.
+_SETTINGS = {"require_backward_grad_sync", "require_forward_param_sync", "broadcast_buffers", "forward_sync_buffers"}
 
 
 class TransparentModule(nn.Module):
-    """Mixin for wrappers that hold the user's model as ``module``.
+    """Wrapper that holds the user's model as ``module``, and has its names.
 
-    What the wrapper does not have itself is looked up on the model; names and keys carry no prefix. Pickled or
-    copied, it is the plain model: a copy trains nothing with the others.
+    Its constructor sets `module`, and a subclass has a ``forward``. What a subclass defines, and private names that the
+    model lacks, are the wrapper's own. The constructor of ``nn.Module`` never runs: parameters, hooks, parts and the
+    training flag are the model's. Pickled or copied, it is the plain model: a copy trains nothing with the others.
     """
 
     module: nn.Module
+    _distwrap_model: nn.Module  # the user's, which `module` may be compiled of
+    _distwrap_inner: Any = None  # torch's wrapper in it, if there is one
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Until here a wrapper's constructor sets what is its own; none of it may land on the user's model.
-        self.__dict__["_built"] = True
+    def __init__(self) -> None:
+        """Leave it to the subclass to set `module`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    # Attributes
 
     def __getattr__(self, name: str) -> Any:
+        if "_distwrap_model" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no {name!r} before it has its module")
+        model, inner = self._distwrap_model, self._distwrap_inner
         try:
-            return super().__getattr__(name)
+            value = getattr(model, name)
         except AttributeError:
-            if name == "module":
+            if not hasattr(inner, name):
                 raise
-        return self._looked_up(name, getattr(self.module, name))
+            return getattr(inner, name)
+        if type(value) is not MethodType or value.__self__ is not model:
+            return value
+        if name in _CHANGES and value.__func__ is getattr(nn.Module, name):
+            return MethodType(value.__func__, self)
+        return _fluent(self, value if hasattr(nn.Module, name) else self._distwrap_method(name, value))
 
-    def _looked_up(self, name: str, value: Any) -> Any:
-        """Return what a look-up on the model gives: a wrapper may act on methods here."""
-        return value
+    def _distwrap_method(self, name: str, method: MethodType) -> Callable[..., Any]:
+        """Return what is called for a method of the user's model."""
+        return method
+
+    def _distwrap_moved(self) -> None:
+        """Refuse a model that a method has just moved, where it had to stay."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name == "module":
+            model = unwrap_model(value)
+            own.update(module=value, _distwrap_model=model, _distwrap_inner=value if value is not model else None)
+            put_model_first(self, type(self))
+        elif name in own or (name.startswith("_") and not hasattr(own.get("_distwrap_model"), name)):
+            own[name] = value
+        else:
+            self._distwrap_set(name, value)
+
+    def _distwrap_set(self, name: str, value: Any) -> None:
+        """Set an attribute of the model, or a setting of torch's wrapper that the model does not have."""
+        model, inner = self._distwrap_model, self._distwrap_inner
+        if not hasattr(model, name) and hasattr(inner, name) and (name.startswith("_") or name in _SETTINGS):
+            model = inner
+        elif _is_ddp(self):
+            refuse_unknown_parameters(model, name, value)
+        setattr(model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            del self.__dict__[name]
+        else:
+            delattr(self._distwrap_model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._distwrap_model)})
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # By which ``isinstance(wrapped, UsersClass)`` holds, beside what the wrapper is itself.
-        own = self.__dict__
-        if "_distwrap_class" not in own and "_built" in own and "module" in submodules(self):
-            own["_distwrap_class"] = type(unwrap_model(self))
-        users: type = own.get("_distwrap_class", type(self))
-        return users
+        return type(self.__dict__.get("_distwrap_model", self))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_the_models(name):
-            if isinstance(self, nn.parallel.DistributedDataParallel):
-                refuse_unknown_parameters(self.module, name, value)
-            setattr(self.module, name, value)
-        else:
-            super().__setattr__(name, value)
-            if name == "module":
-                take_special_methods(self, type(self), unwrap_model(value))
-
-    def _is_the_models(self, name: str) -> bool:
-        if "_built" not in self.__dict__ or name == "module" or name in self.__dict__ or hasattr(type(self), name):
-            return False
-        return not name.startswith("_") or hasattr(self.module, name)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__ or name in self.__dict__.get("_modules", ()):
-            super().__delattr__(name)
-        else:
-            delattr(self.module, name)
-
-    def __dir__(self) -> list[str]:
-        own = super().__dir__()  # type: ignore[no-untyped-call]
-        return sorted({*own, *dir(self.module)})
+    # The model as a whole
 
     def __copy__(self) -> nn.Module:
-        return copy.copy(unwrap_model(self))
+        return copy.copy(self._distwrap_model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (unwrap_model(self),)
+        return _same, (self._distwrap_model,)
 
     def __prepare_scriptable__(self) -> nn.Module:
         # By which torch.jit.script compiles the model: a wrapper's forward takes any arguments, which it cannot read.
-        return unwrap_model(self)
+        return self._distwrap_model
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag."""
+        (self._distwrap_inner or self.module).train(mode)
+        return self
+
+    def eval(self) -> Any:
+        """Let training pause."""
+        self.train(False)
+        model = self._distwrap_model
+        if type(model).eval is not nn.Module.eval:
+            model.eval()
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.module._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's own state dict, without a prefix."""
-        state: dict[str, Any] = unwrap_model(self).state_dict(*args, **kwargs)
+        state: dict[str, Any] = self._distwrap_model.state_dict(*args, **kwargs)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper."""
-        model = unwrap_model(self)
-        if isinstance(self, nn.parallel.DistributedDataParallel) and (kwargs.get("assign") or True in args[1:2]):
+        model = self._distwrap_model
+        if _is_ddp(self) and (kwargs.get("assign") or True in args[1:2]):
             raise ModelError(
                 "load_state_dict(assign=True) on a wrapped model would replace the parameters whose gradients "
                 "DDP averages, and each rank would train a model of its own (DW104). Load before wrap_model(), or "
@@ -107,75 +157,77 @@ class TransparentModule(nn.Module):
         return model.load_state_dict(strip_module_prefix(given, target=model), *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Reached when the wrapper is a part of another module: its keys have no "module." there.
-        inner = zip(unwrap_model(self).state_dict(), self.module.state_dict(), strict=True)
-        places = {f"{prefix}{name}": f"{prefix}module.{place}" for name, place in inner}
-        state_dict.update({place: state_dict.pop(key) for key, place in places.items() if key in state_dict})
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the training flag of the model itself too: its ``children()``, which torch walks, do not include it."""
-        self.training = mode
-        self.module.train(mode)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Apply a function to the model and what is in it."""
-        self.module.apply(fn)
-        return self
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # What ``.to()``, ``.half()`` and the like go through; by ``children()`` it would miss the model's own tensors.
-        self.module._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return self
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name the parameters as the model does."""
-        return unwrap_model(self).named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name the buffers as the model does."""
-        return unwrap_model(self).named_buffers(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Name the modules as the model does."""
-        names: Iterator[tuple[str, nn.Module]] = unwrap_model(self).named_modules(*args, **kwargs)
-        return names
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Name the children as the model does."""
-        return unwrap_model(self).named_children()
+        # Reached when the wrapper is a part of another module, whose keys may have been saved with a wrapper in it.
+        model = self._distwrap_model
+        given = {key[len(prefix) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+        bare = strip_module_prefix(given, target=model)
+        state_dict.update({f"{prefix}{key}": value for key, value in bare.items()})
+        model._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 WRAPPERS = (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def take_special_methods(wrapper: nn.Module, kind: type, model: nn.Module) -> None:
-    """Make a wrapper one of its kind that has the special methods of the model's class too, as ``__iter__``."""
+def put_model_first(wrapper: TransparentModule, kind: type) -> None:
+    """Make a wrapper one of its kind that has the names of torch's classes, and special methods, from the model."""
+    kind = _model_first(kind)
     mine = (set(dir(TransparentModule)) | _WRAPPERS_SPECIALS | ({"__deepcopy__"} & set(dir(kind)))) - _USERS_SPECIALS
     methods = {
         name: _special_method(name)
-        for users in type(model).__mro__
+        for users in type(wrapper._distwrap_model).__mro__
         for name, value in (vars(users).items() if users not in nn.Module.__mro__ else ())
         if name.startswith("__") and name.endswith("__") and name not in mine and callable(value)
     }
     # Behind the property of that name.
-    object.__dict__["__class__"].__set__(wrapper, subclass(kind, methods) if methods else kind)
+    object.__dict__["__class__"].__set__(wrapper, _subclass(kind, methods) if methods else kind)
 
 
-def subclass(kind: type, attributes: dict[str, Any]) -> type:
+@cache
+def _model_first(kind: type) -> type:
+    """Return a class in which names that torch's classes define are looked up on the model."""
+    definers = {name: each for each in reversed(kind.__mro__) for name in vars(each)}
+    names = [name for name, each in definers.items() if each.__module__.startswith("torch.") and name[:2] != "__"]
+    return _subclass(kind, {name: _of_model(name) for name in names})
+
+
+def _of_model(name: str) -> property:
+    return property(lambda wrapper: wrapper.__getattr__(name))
+
+
+def _subclass(kind: type, attributes: dict[str, Any]) -> type:
     """Make a class of the same name with more attributes."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**names, **attributes})
 
 
 def _special_method(name: str) -> Callable[..., Any]:
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        model = unwrap_model(self)
+    def run(self: TransparentModule, *args: Any, **kwargs: Any) -> Any:
+        model = self._distwrap_model
         result = getattr(model, name)(*args, **kwargs)
         return self if result is model else result
 
     return run
+
+
+def _fluent(wrapper: TransparentModule, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of the model that returns the wrapper where it would return the model."""
+    model = wrapper._distwrap_model
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if result is not model:
+            return result
+        wrapper._distwrap_moved()
+        return wrapper
+
+    if not isinstance(method, MethodType):
+        return run  # it is routed
+    return MethodType(wraps(method.__func__)(lambda model, *args, **kwargs: run(*args, **kwargs)), model)
+
+
+def _is_ddp(wrapper: nn.Module) -> bool:
+    return issubclass(type(wrapper), nn.parallel.DistributedDataParallel)
 
 
 def refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
@@ -220,7 +272,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def see_through(wrapped: nn.Module, model: nn.Module) -> None:
+def mark_users_model(wrapped: nn.Module, model: nn.Module) -> None:
     """Let `unwrap_model` find the user's model in a module that a strategy has put around it, without more tensors."""
     outer = unwrap_model(wrapped)
     if outer is not model and any(part is model for part in outer.modules()) and _count(outer) == _count(model):

@@ -157,7 +157,7 @@ class _Step:
 
 def is_released(module: nn.Module) -> bool:
     """Return whether a module is a wrapper of ours whose run has ended, as that of a simulated rank beside this one."""
-    return isinstance(module, TransparentModule) and "_distwrap" not in vars(module)
+    return isinstance(module, TransparentModule) and "_distwrap_model" not in vars(module)
 
 
 def model_of(held: dict[int, nn.Parameter], modules: list[nn.Module]) -> nn.Module | None:

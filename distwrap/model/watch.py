@@ -16,14 +16,14 @@ class TrainingPosition(NamedTuple):
     """A position in the training of some tensors; ranks are compared at the same position.
 
     Attributes:
-        era: how often the ranks had begun to count anew.
+        generation: how often the ranks had begun to count anew.
         averages: how many there were before the latest one.
         event: at which the tensors were looked at; empty for an average.
         by_hand: how many updates by hand there may have been.
         state: what else must be alike.
     """
 
-    era: int
+    generation: int
     averages: int
     event: Literal["", "by hand", "paused", "end"] = ""
     by_hand: int = 0
@@ -50,6 +50,7 @@ class Watch:
     Attributes:
         key: of the tensors.
         ranks: that train them together.
+        generation: how often the averages were counted anew.
         averages: how many averages of their gradients have begun, or steps where nothing tells of averages.
     """
 
@@ -60,12 +61,12 @@ class Watch:
         self._rank, self._name, self.key, self.ranks = world.placement.rank, name, key, ranks
         self.comparison = Comparison(world, key, ranks, self._message)
         self._spent = 0.0
-        self._looks, self._era = 0, -1
-        self.begin_era()
+        self._looks, self.generation = 0, -1
+        self.begin_generation()
 
-    def begin_era(self) -> None:
+    def begin_generation(self) -> None:
         """Count anew from here, where ranks that took different numbers of averages are together again."""
-        self._era, self.averages, self._due, self._every = self._era + 1, 0, 2, 1
+        self.generation, self.averages, self._due, self._every = self.generation + 1, 0, 2, 1
         self._began = time.monotonic()
         self.comparison.forget()
 
@@ -74,11 +75,6 @@ class Watch:
         self.averages += 1
         if self.averages >= self._due:
             self._look_around()
-
-    @property
-    def era(self) -> int:
-        """Number of times that the averages were counted anew."""
-        return self._era
 
     def end(self) -> None:
         """Look once more, as the run ends or a call in it."""
@@ -91,9 +87,10 @@ class Watch:
         """Return why this difference came about, and what to do, where what is trained tells; else empty."""
         return ""
 
-    def _tell(self, event: Literal["by hand", "paused", "end"], by_hand: int, *state: object) -> None:
+    def _publish(self, event: Literal["by hand", "paused", "end"], by_hand: int, *state: object) -> None:
         """Look now, and tell at once; it is compared with ranks on which what is given here is alike."""
-        self.comparison.tell(TrainingPosition(self._era, self.averages - 1, event, by_hand, state), self.held())
+        position = TrainingPosition(self.generation, self.averages - 1, event, by_hand, state)
+        self.comparison.publish(position, self.held())
 
     def _look_around(self) -> None:
         began = time.monotonic()
@@ -104,7 +101,7 @@ class Watch:
             self._every *= 2
         if is_power_of_two(position) or position % self._every == 0:
             self._looks += 1
-            self.comparison.look(TrainingPosition(self._era, position), self.held())
+            self.comparison.look(TrainingPosition(self.generation, position), self.held())
         power, multiple = 1 << position.bit_length(), (position // self._every + 1) * self._every
         self._due = self.averages + 1 if self.comparison else min(power, multiple) + 1
         self._spent += time.monotonic() - began

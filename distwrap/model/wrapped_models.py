@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -14,6 +15,7 @@ from distwrap._internals.torch import compiled_module
 from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.model.forward_routing import Routing
 from distwrap.model.transparent import unwrap_model
 from distwrap.protocols import Strategy
 
@@ -22,13 +24,45 @@ T = TypeVar("T")
 _MARK = "_distwrap_strategy"
 
 
+@dataclass(eq=False)
+class Handle:
+    """What a run keeps for one wrapped model; `handle_of` finds it.
+
+    Attributes:
+        routing: the calls of its methods, and torch's wrapper in it.
+        gradients: the watch over gradients that DDP averages, a `Gradients`.
+        buffers: those that ranks take over from rank 0 when training pauses, a `Buffers`.
+        exchange: with the other ranks under ``comm=``, an `Exchange` of `distwrap.comm`.
+        alignment: the forwards of a divided model, in which all ranks take part, an `Alignment` of
+            `distwrap.strategies`.
+        tensor_parallel: the division of its blocks, if they are divided; its ``repr`` is a table of them.
+        sync_buffers: gives all ranks the same buffers, for a model of which no rank has all.
+        restore_original: restores the user's module, with the numbers of a full state, for a model that was changed.
+    """
+
+    routing: Routing
+    gradients: Any = None
+    buffers: Any = None
+    exchange: Any = None
+    alignment: Any = None
+    tensor_parallel: object | None = None
+    sync_buffers: Callable[[str], None] | None = None
+    restore_original: Callable[[dict[str, Any]], None] | None = None
+
+    def end_exchange(self) -> None:
+        """End the exchange of an algorithm, as where the same model is wrapped anew."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.close()
+
+
 class WrappedModels(RunPart):
     """Wrapped models of one run; they keep the process group alive until the run ends.
 
     Iterating yields those that somebody still holds, the same on every rank where all ranks hold the same.
 
     Attributes:
-        gradients: the watch over the gradients of each model under DDP, a `Gradients`.
+        handles: what is kept for each wrapper, also for one without parameters to train, over which nothing iterates.
         on_added: called with each model that is wrapped from now on.
         bound: the strategies of what is the caller's own, and outlives the run: optimizers, and models that a strategy
             has prepared without a wrapper.
@@ -40,7 +74,7 @@ class WrappedModels(RunPart):
         self._guard = world.part(CollectiveGuard)
         self._users: dict[int, ref[nn.Module]] = {}
         self.on_added: list[Callable[[nn.Module], None]] = []
-        self.gradients: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self.handles: WeakKeyDictionary[nn.Module, Handle] = WeakKeyDictionary()
         self.bound: WeakKeyDictionary[nn.Module | Optimizer, Strategy] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and their numbers
 
@@ -76,6 +110,10 @@ class WrappedModels(RunPart):
         for call in self.on_added:
             call(model)
 
+    def gradients(self) -> Iterator[tuple[nn.Module, Any]]:
+        """Yield each model whose gradients DDP averages, with the watch over them, a `Gradients`."""
+        yield from ((model, each.gradients) for model, each in self.handles.items() if each.gradients is not None)
+
     def has_wrapped(self, users: nn.Module) -> bool:
         """Return whether a model of the user's was wrapped in this run."""
         held = self._users.get(id(users))
@@ -83,8 +121,11 @@ class WrappedModels(RunPart):
 
     def close(self) -> None:
         """Let the models go on as bare ones, without the process group, unless that is the user's, which stays."""
-        for model in list(self.gradients) if self._world.group is not None else ():
-            model.__dict__["_distwrap"].release(model)
+        for model, gradients in list(self.gradients()) if self._world.group is not None else ():
+            handle = self.handles[model]
+            gradients.forget()
+            handle.end_exchange()
+            handle.routing.release(model)
 
 
 def bind(thing: nn.Module | Optimizer, strategy: Strategy, *, own: bool = False) -> None:
@@ -119,6 +160,28 @@ def bound_strategy(thing: Any) -> Strategy | None:
     return None
 
 
+def handle_of(model: object) -> Handle | None:
+    """Return what the run keeps for a wrapped model, also where it was compiled around its wrapper; else ``None``."""
+    handles = current_world().part(WrappedModels).handles
+    while isinstance(model, nn.Module):
+        if (found := handles.get(model)) is not None:
+            return found
+        model = compiled_module(model)
+    return None
+
+
+def routing_of(model: object) -> Any:
+    """Return the `Routing` of a wrapped model; ``None`` where there is none."""
+    handle = handle_of(model)
+    return None if handle is None else handle.routing
+
+
+def gradients_of(model: object) -> Any:
+    """Return the `Gradients` of a model under DDP; ``None`` where there are none."""
+    handle = handle_of(model)
+    return None if handle is None else handle.gradients
+
+
 def strategy_of(thing: nn.Module | Optimizer | None, world: World) -> Strategy:
     """Return the strategy of a model or an optimizer; the run's where there is none."""
     found = bound_strategy(thing)
@@ -143,5 +206,5 @@ def under_ddp(model: Any) -> DistributedDataParallel | None:
     """Return torch's DDP in a model that may be compiled around it; ``None`` where there is none."""
     while model is not None and not issubclass(type(model), DistributedDataParallel):
         model = compiled_module(model)
-    routing = getattr(model, "__dict__", {}).get("_distwrap")
+    routing = routing_of(model)
     return model if routing is None else routing.inner  # type: ignore[no-any-return]

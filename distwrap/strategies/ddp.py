@@ -17,7 +17,7 @@ from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.gradients import refuse_unfreezing
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
+from distwrap.model.wrapped_models import WrappedModels, bind, handle_of, under_ddp
 from distwrap.protocols import Algorithm
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
@@ -56,23 +56,22 @@ class DDPStrategy(Strategy):
             refuse_unfreezing(model.named_parameters())
             return local(model, wrapping)  # DDP refuses a model with nothing to average
         models = world.part(WrappedModels)
-        for other in models:
-            if isinstance(other, DistributedModel) and unwrap_model(other) is unwrap_model(model):
-                other._distwrap.end_exchange()
+        for other, handle in models.handles.items():
+            if unwrap_model(other) is unwrap_model(model):
+                handle.end_exchange()
         options = {**self.ddp_options, **wrapping.options}
         if wrapping.device.type != "cpu":
             options = {**self.devices(wrapping), **options}
         buffers = None
-        name = str(world.count("model"))
         if world.channel is not None and not DDP_BROADCAST_OPTIONS.intersection(options):
-            buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, name)
+            buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, str(world.count("model")))
         comm = wrapping.comm if wrapping.comm is not None else self.comm
         if comm is not None:
             _refuse_with_comm(model, options)
         kind = self.wrapper(comm)
         wrapped = kind(model, wrapping.in_precision, wrapping.forward_methods, buffers, **options)
         if comm is not None:
-            wrapped._distwrap.exchange = comm.attach(wrapped, world)
+            models.handles[wrapped].exchange = comm.attach(wrapped, world)
         bind(wrapped, self)
         models.add(wrapped)  # here, since a subclass may wrap it again, as torch.compile does
         return wrapped
@@ -96,8 +95,8 @@ class DDPStrategy(Strategy):
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         for wrapped in current_world().part(WrappedModels).of_optimizer(optimizer):
-            if isinstance(wrapped, DistributedModel) and wrapped._distwrap.exchange is not None:
-                optimizer = wrapped._distwrap.exchange.prepare_optimizer(optimizer)
+            if (handle := handle_of(wrapped)) is not None and handle.exchange is not None:
+                optimizer = handle.exchange.prepare_optimizer(optimizer)
         return optimizer
 
 

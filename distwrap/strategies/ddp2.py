@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import data_parallel
 
-from distwrap._internals.torch import DDPForwardHook
+from distwrap._internals.torch import DDPSteps
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import OptionError
 from distwrap.group.world import World
@@ -46,7 +46,7 @@ class DDP2Strategy(DDPStrategy):
         return {} if self._divides else super().devices(wrapping)
 
 
-class _OverDevices(DDPForwardHook):
+class _OverDevices(DDPSteps):
     """DDP model whose forward runs on all devices of this process; DDP sees the gradients on the first."""
 
     def run_module(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -58,14 +58,14 @@ class _OverDevices(DDPForwardHook):
 class _ModelOverDevices(DistributedModel):
     """Wrapped model whose forward runs on all devices of this process."""
 
-    class _distwrap_inner(_OverDevices, AveragingModel):
+    class _distwrap_ddp(_OverDevices, AveragingModel):
         """torch's wrapper inside."""
 
 
 class _ReplicaOverDevices(ReplicaModel):
     """Replica whose forward runs on all devices of this process."""
 
-    class _distwrap_inner(_OverDevices, AveragingReplica):
+    class _distwrap_ddp(_OverDevices, AveragingReplica):
         """torch's wrapper inside."""
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel.comm import scatter
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World
-from distwrap.model.distributed import DataParallelModel
+from distwrap.model.distributed import DataParallelModel, DataParallelRouting
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import check_ddp_options, local
 
@@ -40,7 +40,8 @@ def over_devices(strategy: str, model: nn.Module, wrapping: Wrapping) -> nn.Modu
     if not divides_batches(strategy, wrapping.device):
         return local(model, wrapping)
     check_ddp_options("wrap_model()", wrapping.options)
-    return DataParallelModel(model, wrapping.in_precision, range(visible_devices().count), wrapping.forward_methods)
+    devices = range(visible_devices().count)
+    return DataParallelModel(DataParallelRouting(model, wrapping.in_precision, devices, wrapping.forward_methods))
 
 
 class DPStrategy(Strategy):

@@ -17,12 +17,12 @@ from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world, say_once
 from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.drift import Drift
-from distwrap.model.forward_routing import ForwardMethods, Routing, check_forward_methods
+from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.optimizers import Optimizers
 from distwrap.model.same_inputs import SameInputs
-from distwrap.model.transparent import WRAPPERS, see_through, unwrap_model
+from distwrap.model.transparent import WRAPPERS, mark_users_model, unwrap_model
 from distwrap.model.unwrapped import Unwrapped
-from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of, strategy_of
+from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, handle_of, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling
 from distwrap.protocols import Algorithm, Precision, Strategy, Wrapping
 from distwrap.registry import AlgorithmName, PrecisionName, StrategyName, algorithms, strategies
@@ -128,15 +128,14 @@ def wrap_model(
     if type(in_precision.precision).after_step is not Precision.after_step:
         world.part(StepHooks).add(precision, in_precision.precision, model)
     bind(wrapped, chosen, own=wrapped is model)
-    see_through(wrapped, model)
+    mark_users_model(wrapped, model)
     if chosen.shards or any(parameter.requires_grad for parameter in wrapped.parameters()):
         if models.last is last:  # unless the strategy has added it
             models.add(wrapped)
         if world.tells_others:
             _watch_for_drift(models.last, world)
-            routing = getattr(wrapped, "__dict__", {}).get("_distwrap")
-            if isinstance(routing, Routing) and not same_inputs:
-                world.part(SameInputs).watch(routing)
+            if not same_inputs and (handle := handle_of(wrapped)) is not None:
+                world.part(SameInputs).watch(handle.routing)
             world.part(SaveMeetings)  # tells a rank that saves alone where this one is
         elif where.type != "cpu":
             world.part(Optimizers)  # an earlier optimizer may hold parameters from before a .to()
@@ -271,8 +270,9 @@ def _watch_for_drift(model: nn.Module | None, world: World) -> None:
     if not isinstance(model, DistributedModel):
         drift.watch(model, list(range(world.placement.world_size)), by_steps=True)
     elif not isinstance(model, ReplicaModel):
-        routing = model._distwrap
-        routing.gradients.watch = drift.watch(model, dist.get_process_group_ranks(routing.inner.process_group))
+        handle = world.part(WrappedModels).handles[model]
+        ranks = dist.get_process_group_ranks(handle.routing.inner.process_group)
+        handle.gradients.watch = drift.watch(model, ranks)
 
 
 class StepHooks(RunPart):

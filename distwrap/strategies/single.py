@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distwrap.devices.transfer import move
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World
-from distwrap.model.distributed import LocalModel
+from distwrap.model.distributed import LocalModel, LocalRouting
 from distwrap.model.empty import drawn_seed, fill, is_empty
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies.base import Strategy, Wrapping
@@ -53,7 +53,7 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 def local(model: nn.Module, wrapping: Wrapping) -> nn.Module:
     """Wrap a model that exchanges nothing, so that it has ``model.module`` as with several ranks."""
     check_ddp_options("wrap_model()", wrapping.options)
-    return LocalModel(model, wrapping.in_precision, wrapping.forward_methods)
+    return LocalModel(LocalRouting(model, wrapping.in_precision, wrapping.forward_methods))
 
 
 def check_ddp_options(taker: str, names: Iterable[str], others: Iterable[str] = _OF_WRAP_MODEL) -> None:

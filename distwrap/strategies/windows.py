@@ -18,7 +18,7 @@ from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model import unwrap_model
 from distwrap.model.gradients import Average
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of, under_ddp
+from distwrap.model.wrapped_models import bound_strategy, gradients_of, parameters_of, under_ddp
 from distwrap.strategies.base import Strategy
 
 
@@ -185,9 +185,9 @@ class Windows(RunPart):
             self._refuse_left_out(optimizer)
 
     def _refuse_left_out(self, optimizer: Optimizer) -> None:
-        held, watches = parameters_of(optimizer), self._world.part(WrappedModels).gradients
+        held = parameters_of(optimizer)
         for model in self._have_left_out:
-            watch = watches.get(model)
+            watch = gradients_of(model)
             alone = getattr(
                 under_ddp(model), "trains_alone", False
             )  # as under local_sgd, where nobody averages gradients

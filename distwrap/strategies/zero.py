@@ -13,7 +13,7 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.distributed import AveragingModel, DistributedModel
 from distwrap.model.in_sync import Held, tensors_of
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, gradients_of, parameters_of
 from distwrap.options import Options
 from distwrap.protocols import Algorithm
 from distwrap.strategies.base import Wrapping
@@ -128,7 +128,7 @@ class _WithoutJoin(AveragingModel):
 class _ZeroModel(DistributedModel):
     """Wrapped model whose optimizers are divided."""
 
-    _distwrap_inner = _WithoutJoin
+    _distwrap_ddp = _WithoutJoin
 
 
 def _divide(optimizer: Optimizer) -> None:
@@ -143,8 +143,8 @@ def _divided(optimizer: Optimizer) -> list[nn.Parameter]:
     averaged = {
         id(parameter)
         for model in models.of_optimizer(optimizer)
-        if isinstance(bound_strategy(model), ZeroStrategy) and model in models.gradients
-        for parameter in models.gradients[model].averaged()
+        if isinstance(bound_strategy(model), ZeroStrategy) and (gradients := gradients_of(model)) is not None
+        for parameter in gradients.averaged()
     }
     return [parameter for key, parameter in parameters_of(optimizer).items() if key in averaged]
 

@@ -25,7 +25,7 @@ from distwrap.group.optimizer_steps import OptimizerSteps, Phase, around_closure
 from distwrap.group.world import World
 from distwrap.model.forward_routing import Routing
 from distwrap.model.watch import is_power_of_two
-from distwrap.model.wrapped_models import WrappedModels, under_ddp
+from distwrap.model.wrapped_models import WrappedModels, handle_of, under_ddp
 from distwrap.stopwatch import Part, Stopwatch
 from distwrap.supervision.activity import Activity
 
@@ -178,11 +178,10 @@ class Instruments:
     # Models
 
     def _follow(self, model: nn.Module) -> None:
-        routing = getattr(model, "__dict__", {}).get("_distwrap")
-        if isinstance(routing, Routing):  # else a strategy of the user's has returned the model as it was
+        if (handle := handle_of(model)) is not None:  # else a strategy of the user's has returned the model as it was
             self._models.add(model)
-            routing.put_around(partial(self._in_forward, id(model)))
-            self._placed.callback(_take_off, ref(routing))
+            handle.routing.put_around(partial(self._in_forward, id(model)))
+            self._placed.callback(_take_off, ref(handle.routing))
 
     def _in_forward(self, model: int, plain: Any) -> Any:
         def between(begin: Any, end: Any) -> Any:

@@ -24,6 +24,7 @@ from distwrap.comm import (
 )
 from distwrap.errors import OptionError
 from distwrap.group.world import rank, world_size
+from distwrap.model.wrapped_models import handle_of
 from distwrap.testing import run_ranks
 from tests.comm import references
 from tests.slow import MORE_RANKS, nightly, slow
@@ -152,7 +153,7 @@ def _steps_at_own_pace(interval_ms: int, steps: Sequence[int], pauses: bool) -> 
                 before = flat(model)
                 time.sleep(0.02)
                 assert np.array_equal(flat(model), before)
-    exchange: Any = model._distwrap.exchange
+    exchange: Any = handle_of(model).exchange
     consolidate(model)
     return flat(model), exchange.rounds
 
@@ -334,7 +335,7 @@ def _consolidated_in_a_pause() -> list[bool]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(101, dtype=torch.float64)).backward()
     optimizer.step()
-    exchange: Any = model._distwrap.exchange
+    exchange: Any = handle_of(model).exchange
     running = [exchange._runs]
     with pause(model):
         with consolidate(model):

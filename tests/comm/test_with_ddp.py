@@ -40,6 +40,7 @@ from distwrap.comm.weights import WeightExchanges
 from distwrap.errors import CollectiveTimeoutError, ModelError, OptionError, WorkerDiedError
 from distwrap.group.world import World, current_world, rank, world_size
 from distwrap.model.distributed import DistributedModel
+from distwrap.model.wrapped_models import handle_of
 from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 from distwrap.versions import ENDS_GROUPS_LOCKED
@@ -322,7 +323,7 @@ class Counting(AllReduce):
 def _count() -> int:
     model, optimizer = prepared(Counting())
     train(model, optimizer, range(1))
-    exchange: Any = model._distwrap.exchange
+    exchange: Any = handle_of(model).exchange
     return int(exchange.buckets)
 
 
@@ -355,7 +356,7 @@ def _report(value: float, scaled: bool) -> tuple[str, int, bool]:
             if rank() == 1:
                 loss = loss + model.odd.weight[0, 0] * value
             loss.backward()
-    exchange: Any = model._distwrap.exchange
+    exchange: Any = handle_of(model).exchange
     return told.getvalue(), exchange.reports, bool(torch.isfinite(model.odd.weight.grad).all())
 
 
@@ -382,7 +383,7 @@ def _several() -> tuple[int, int, int]:
         gc.collect()
         dist.barrier()
     last, _ = prepared("bytegrad")  # ends what is left of the others
-    before += len(last._distwrap.exchange._groups)
+    before += len(handle_of(last).exchange._groups)
     dist.barrier()  # nobody leaves while another one is still making the group
     return threading.active_count() - threads, groups() - before, len(current_world().part(WeightExchanges).known)
 

@@ -15,6 +15,7 @@ import distwrap as dw
 from distwrap.errors import LoaderError, OptionError
 from distwrap.group.world import current_world
 from distwrap.model.same_inputs import SameInputs
+from distwrap.model.wrapped_models import handle_of
 from distwrap.testing import run_ranks
 from tests.forgotten.nets import Net
 from tests.slow import few
@@ -171,10 +172,10 @@ def test_nothing_is_left_in_the_loop() -> None:
 
     def on_rank() -> tuple[bool, bool]:
         model = dw.wrap_model(Net())
-        routing = model._distwrap
+        routing = handle_of(model).routing
         before = routing.is_looked_at
         train(model, dw.shard_loader(plain()))
-        return before, routing.is_looked_at or routing.run is not routing.inner
+        return before, routing.is_looked_at or routing.dressed is not None
 
     assert run_ranks(on_rank, 2) == [(True, dw.device().type != "cpu")] * 2
 

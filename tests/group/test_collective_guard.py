@@ -31,8 +31,15 @@ def _refused(body: Callable[[], Any]) -> str:
     return ""
 
 
+class Net(nn.Sequential):
+    """A model that also trains by a method."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).mean()
+
+
 def _collectives() -> dict[str, str]:
-    model = dw.wrap_model(nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)))
+    model: Any = dw.wrap_model(Net(nn.Linear(2, 1), nn.BatchNorm1d(1)))
     x, one = torch.ones(4, 2), torch.ones(1)
     with_gradients = model(x)  # on all ranks
     bodies: dict[str, Callable[[], Any]] = {
@@ -46,7 +53,8 @@ def _collectives() -> dict[str, str]:
         "torch.distributed's barrier()": dist.barrier,
         "torch.distributed's broadcast()": lambda: dist.broadcast_object_list([1]),
         "torch.distributed's allgather": lambda: dist.all_gather_object([None, None], 1),
-        "the forward of the wrapped Sequential with gradients on": lambda: model(x),
+        "the forward of the wrapped Net with gradients on": lambda: model(x),
+        "the forward of the wrapped Net with gradients": lambda: model.loss(x),
         "rank_zero_first()": lambda: dw.rank_zero_first().__enter__(),
         "the rank-zero function": lambda: dw.rank_zero_only(broadcast=True)(lambda: 1)(),
     }

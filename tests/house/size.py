@@ -39,7 +39,7 @@ def _strategies(words: str) -> tuple[str, ...]:
 ROWS = {
     "modules": Row(1850 - 190, 2558, 2142, ("",)),  # falls with part 3
     "protocols": Row(190, 148, 181, ("protocols.py",)),
-    "_internals": Row(650, 1223, 1265, ("_internals/",)),  # part 1
+    "_internals": Row(650, 1210, 1250, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2179, 2082, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
     "comm": Row(1250, 1747, 1778, ("comm/",)),  # part 1
@@ -49,29 +49,29 @@ ROWS = {
     "environments": Row(420, 524, 465, ("environments/",)),  # part 3
     "group": Row(1000, 1573, 1512, ("group/",)),  # part 3
     "launch": Row(2300, 3760, 3534, ("launch/",)),  # part 3
-    "model": Row(850 + 750, 2444, 2394, ("model/",)),  # part 1; 750 for checks, in a room of their own
+    "model": Row(850 + 750, 2436, 2389, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 953, 863, ("prove/",)),  # part 3
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
     "testing": Row(1300, 1279, 1280, ("testing/",)),  # part 1
-    "timing": Row(650, 832, 786, ("timing/",)),  # part 1
+    "timing": Row(650, 831, 785, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1281, 1185, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
         430, 525, 472, _strategies("zero.py optimizer_s owned_tensors.py separable.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
-        1600, 2762, 2616,
+        1600, 2754, 2608,
         _strategies(
             "fsdp/ activations.py adoption.py alignment.py alike.py divided_ meshes.py named_inputs.py "
             "shards.py"
         ),
     ),  # part 2
-    "strategies: pipeline": Row(800, 1979, 1864, _strategies("pipeline/")),  # part 2
+    "strategies: pipeline": Row(800, 1977, 1861, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 2181, 1942, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 411, 290
+FILES, FILES_GOAL = 410, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100

@@ -212,10 +212,9 @@ def test_what_cannot_be_done_without_says_so(monkeypatch: pytest.MonkeyPatch) ->
     """Where a feature is lost with a name, its use raises an error that names it and says what to do."""
     model: Any = nn.Module()
     model.reducer = None
+    monkeypatch.delattr(nn.parallel.DistributedDataParallel, "_pre_forward")
     with pytest.raises(ModelError, match="_pre_forward"):
-        torch_names.begin_ddp_forward(model)
-    with pytest.raises(ModelError, match="_post_forward"):
-        torch_names.end_ddp_forward(model, None)
+        torch_names.step_of_ddp("_pre_forward")(model)
     with pytest.raises(ModelError, match="_rebuild_buckets"):
         torch_names.prepare_another_average(model)
     monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)

@@ -16,6 +16,7 @@ import distwrap as dw
 from distwrap.environments import distwrap_environment
 from distwrap.errors import ModelError, OptionError
 from distwrap.model import buffers
+from distwrap.model.wrapped_models import handle_of
 from distwrap.testing import run_ranks
 
 
@@ -203,7 +204,7 @@ def test_a_large_buffer_that_never_changes_does_not_travel() -> None:
         net.register_buffer("table", torch.randn(1000, 1000))
         model: Any = dw.wrap_model(net)
         train(model, 1)
-        return len(model._distwrap.buffers._packed())
+        return len(handle_of(model).buffers._packed())
 
     assert max(run_ranks(on_rank, 2)) < 20_000
 

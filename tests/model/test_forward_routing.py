@@ -12,6 +12,8 @@ from torch import nn
 
 import distwrap as dw
 from distwrap.errors import ModelError
+from distwrap.model.gradients import Average
+from distwrap.model.wrapped_models import gradients_of, handle_of
 from distwrap.testing import run_ranks
 from tests.one_process import assert_as_in_one_process
 from tests.slow import few
@@ -169,6 +171,51 @@ def test_plain_methods_reach_the_model_as_it_is() -> None:
         assert model.calls is net.calls
 
     run_ranks(on_rank, 2, timeout=20)
+
+
+def test_a_method_that_only_returns_parameters_is_no_forward() -> None:
+    """As one that makes the groups of an optimizer: it prepares no average, also where it is the first to be called."""
+
+    class Groups(Net):
+        def groups(self) -> list[dict[str, Any]]:
+            return [{"params": list(self.body.parameters())}, {"params": [self.scale], "lr": 0.01}]
+
+    def train() -> list[float]:
+        model: Any = dw.wrap_model(Groups())
+        optimizer = torch.optim.SGD(model.groups(), lr=0.1)
+        for x in batches():
+            if gradients := gradients_of(model):
+                model.groups()
+                assert gradients.average is Average.NONE
+            optimizer.zero_grad()
+            model.loss(share(x)).backward()
+            optimizer.step()
+        dw.assert_in_sync(model)
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+    assert_as_in_one_process(train)
+
+
+def test_a_method_that_calls_the_wrapper_has_one_forward() -> None:
+    """It prepares one average as by the bare model: no forward seems to be repeated, and none is counted twice."""
+
+    def on_rank() -> int:
+        net = Net()
+        net.register_buffer("unused", torch.zeros(1))
+        model: Any = dw.wrap_model(net)
+        net.whole = lambda x: model(x)  # type: ignore[assignment]
+
+        class Outer(Net):
+            def around(self, x: torch.Tensor) -> torch.Tensor:
+                return self.whole(x).square().mean()
+
+        net.__class__ = Outer
+        model.around(share(batches()[0])).backward()
+        handle = handle_of(model)
+        assert handle is not None
+        return int(handle.buffers.forwards)
+
+    assert run_ranks(on_rank, 2) == [1, 1]
 
 
 def test_methods_compute_in_the_runs_precision() -> None:

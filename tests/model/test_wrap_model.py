@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distwrap as dw
 from distwrap.errors import ModelError, OptionError
 from distwrap.testing import run_ranks
+from tests.one_process import assert_as_in_one_process
 
 STEPS = 4
 
@@ -289,6 +290,28 @@ def test_after_teardown_it_is_the_bare_model(precision: str) -> None:
         assert model.weight.grad is not None
 
     run_ranks(outlive, 2)
+
+
+def test_wrapped_anew_it_trains_as_in_one_process() -> None:
+    """A model that is unwrapped and wrapped anew trains by the new wrapper, also while somebody holds the old one."""
+
+    def train() -> list[float]:
+        old: Any = dw.wrap_model(network())
+        optimizer = torch.optim.SGD(old.parameters(), lr=0.1)
+        model: Any = old
+        for number, x in enumerate(batches()):
+            optimizer.zero_grad()
+            loss_of(model, x[dw.rank() :: dw.world_size()]).backward()
+            optimizer.step()
+            if number % 2 == 0:
+                loss_of(model, x)  # whose backward never comes
+                model = dw.wrap_model(
+                    dw.unwrap_model(model), find_unused_parameters=number == 0 and dw.world_size() > 1
+                )
+        dw.assert_in_sync(model)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+    assert_as_in_one_process(train)
 
 
 def test_assigning_parameters_is_refused() -> None:

@@ -576,12 +576,12 @@ def compared_late() -> None:
     world = current_world()
     channel: Any = world.channel
     comparison = Comparison(world, "late", [0, 1], lambda *parts: " ".join(map(str, parts)))
-    comparison.tell("first", [Held("weight", "", float(dw.rank()))])
+    comparison.publish("first", [Held("weight", "", float(dw.rank()))])
     dw.barrier()
     if dw.rank() == 0:
         dw.barrier()
         for number in range(8):
-            comparison.tell(str(number), [])
+            comparison.publish(str(number), [])
         dw.barrier()
     else:
         ask = channel.work.ask

@@ -14,6 +14,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap.errors import ModelError, OptionError
+from distwrap.model.wrapped_models import handle_of
 from distwrap.testing import run_ranks
 from distwrap.versions import TORCH_RELEASE
 from tests.slow import few
@@ -184,7 +185,7 @@ def _in_phases(comm: str) -> list[tuple[torch.Tensor, int]]:
     for parts in ([model.w[2:]], [model.w[:2], model.w[2:]], [model.w[:1]]):
         optimizers = [sgd(part) for part in parts]
         descend(model, lambda: [optimizer.step() for optimizer in optimizers], 8)  # noqa: B023
-        found.append((flat(model), model._distwrap.exchange.steps))
+        found.append((flat(model), handle_of(model).exchange.steps))
     return found
 
 

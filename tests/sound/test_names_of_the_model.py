@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sized
 from typing import Any
@@ -313,6 +314,19 @@ def test_a_strategys_own_wrapper_has_the_special_methods_of_the_model_too() -> N
     model: Any = Copy(layers)
     assert (type(model).__name__, list(model), "first" in model, len(model)) == ("Copy", ["first"], True, 1)
     assert not isinstance(Copy(nn.Linear(3, 2)), Sized)
+
+
+def test_a_strategys_own_wrapper_has_the_names_of_torchs_wrapper_in_it() -> None:
+    """Where the model has none of that name; what is set on it, and hooks, are the model's, and its own are its own."""
+    net = nn.Linear(3, 2)
+    model: Any = Copy(nn.DataParallel(net))
+    model.device_type, model._own = "phone", 1
+    calls: list[str] = []
+    model.register_forward_hook(lambda *_: calls.append("model"))
+    model(torch.ones(1, 3))
+    assert (list(model.device_ids), net.device_type, calls) == (model.module.device_ids, "phone", ["model"])
+    assert (model._own, hasattr(net, "_own"), dw.unwrap_model(model) is net) == (1, False, True)
+    assert type(copy.deepcopy(model)) is nn.Linear
 
 
 class Overriding(nn.Linear):

@@ -12,6 +12,7 @@ from distwrap import assert_in_sync, consolidate, distributed, wrap_model, wrap_
 from distwrap.comm import AllReduce, AsyncAveraging, ByteGrad, Decentralized, LowPrecisionDecentralized, QAdam
 from distwrap.errors import OptionError
 from distwrap.group.world import rank
+from distwrap.model.wrapped_models import handle_of
 from distwrap.strategies.bagua import BaguaStrategy, translated
 from tests.slow import few
 
@@ -64,7 +65,7 @@ def _train(**how: Any) -> str:
         optimizer.step()
     consolidate(model)
     assert_in_sync(model)
-    exchange: Any = model._distwrap.exchange
+    exchange: Any = handle_of(model).exchange
     return repr(exchange.algorithm)
 
 

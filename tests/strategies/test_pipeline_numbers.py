@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import distwrap as dw
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.collectives import gather_object
+from distwrap.model.wrapped_models import handle_of
 from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.strategies.pipeline.absent import is_here
 from distwrap.strategies.pipeline.schedule import TrainingPass
@@ -28,7 +29,7 @@ def on_two_ranks(body: Any, **options: Any) -> list[Any]:
 
 
 def kind_of_loss(model: nn.Module, name: str) -> str:
-    found = model._distwrap._kinds_of_losses._found
+    found = handle_of(model).routing._kinds_of_losses._found
     return {call.name: kind for call, kind in found.items()}[name]  # type: ignore[no-any-return]
 
 
@@ -302,7 +303,7 @@ def refused(model: Any, net: Sizes, optimizer: Any, tokens: torch.Tensor) -> Non
         model.cut(tokens, 1.0)
     net.blocks[3].fails = False
     # other arguments on one rank, at pass 16
-    for _ in range(model._distwrap._alike._passes, 15):
+    for _ in range(handle_of(model).routing._alike._passes, 15):
         with torch.no_grad():
             model(tokens)
     with torch.no_grad(), pytest.raises(ModelError, match="pass 16"):

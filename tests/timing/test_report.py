@@ -18,6 +18,7 @@ import distwrap as dw
 from distwrap.cli import main
 from distwrap.errors import OptionError
 from distwrap.group.world import current_world
+from distwrap.model.wrapped_models import handle_of
 from distwrap.testing import run_ranks
 from distwrap.timing.recorder import Measuring
 from tests.convert.runner import torchrun_variables
@@ -79,8 +80,9 @@ def _wrapped_before() -> None:
         torch.save(model, io.BytesIO())
     assert report.figures["parts"]["forward"] > 0
     for each in (model, copied):
-        routing = each.__dict__.get("_distwrap")
-        assert routing is None or routing._around is None
+        handle = handle_of(each)
+        assert (handle is None) == (each is copied)
+        assert handle is None or handle.routing._around is None
 
 
 def test_nothing_stays() -> None:
@@ -94,8 +96,9 @@ def _and_after() -> None:
         model = loops.train()
         assert torch.autograd.backward is not functions[0]
     assert (torch.autograd.backward, torch.distributed.all_reduce) == functions
-    routing = model.__dict__["_distwrap"]
-    assert routing.run is (routing.inner or dw.unwrap_model(model))
+    handle = handle_of(model)
+    assert handle is not None
+    assert handle.routing.dressed is None
 
 
 def test_the_numbers_are_the_same() -> None:

@@ -15,7 +15,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
-from distwrap.model.uncopied_model import UncopiedModel
+from distwrap.model.proxy import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.deepspeed.engine import ModelEngine
@@ -52,7 +52,7 @@ class EngineRouting(Routing):
         self.buffers, self._make_engine, self.divides_weights = buffers, make_engine, divides_weights
         self.engine: ModelEngine | None = None
         self.alignment = Alignment(type(self.model).__name__) if divides_weights else None
-        self.run = in_precision(self._through_engine)
+        self.forward = in_precision(self._through_engine)
 
     def _through_engine(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
@@ -119,7 +119,7 @@ class EngineModel(UncopiedModel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's own state dict, with all weights; if they are divided, every rank calls it."""
-        routing = self._distwrap
+        routing = self._distwrap_routing
         if routing.divides_weights and routing.engine is not None:
             routing.engine.take_over_weights()
             return full_weights(routing.model, everywhere=True)
@@ -128,4 +128,4 @@ class EngineModel(UncopiedModel):
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper."""
-        return load_weights(self._distwrap.model, state_dict, self._distwrap.engine)
+        return load_weights(self._distwrap_routing.model, state_dict, self._distwrap_routing.engine)

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from distwrap.errors import CheckpointError, ModelError
+from distwrap.model.wrapped_models import routing_of
 from distwrap.strategies.deepspeed.engine import ModelEngine
-from distwrap.strategies.deepspeed.model import EngineModel
+from distwrap.strategies.deepspeed.model import EngineRouting
 
 
 def engine_of(model: nn.Module) -> Any:
@@ -101,13 +102,12 @@ def gathered_weights(model: nn.Module, rank: int = 0) -> Iterator[nn.Module]:
 
 
 def _engine(model: nn.Module) -> ModelEngine:
-    routing = model._distwrap if isinstance(model, EngineModel) else None
-    if routing is None:
+    routing = routing_of(model)
+    if not isinstance(routing, EngineRouting):
         raise ModelError(
             f"{type(model).__name__} is not a model that was wrapped under strategy='deepspeed' on several ranks."
         )
-    engine: ModelEngine | None = routing.make_engine()
-    if engine is None:
+    if (engine := routing.make_engine()) is None:
         raise ModelError(
             f"{type(routing.model).__name__} has no DeepSpeed engine until it has an optimizer: make the "
             "optimizer first."

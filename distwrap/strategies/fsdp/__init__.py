@@ -2,11 +2,11 @@
 
 from torch import nn
 
+from distwrap.model.wrapped_models import handle_of
 from distwrap.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 
 
 def plan_of(model: nn.Module) -> str:
     """Return the table of a model's layers that tensor parallelism has divided; empty if there are none."""
-    routing = model.__dict__.get("_distwrap")
-    found = getattr(routing, "tensor_parallel", None)
-    return "" if found is None else repr(found)
+    handle = handle_of(model)
+    return "" if handle is None or handle.tensor_parallel is None else repr(handle.tensor_parallel)

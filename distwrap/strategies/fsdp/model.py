@@ -18,7 +18,7 @@ from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forw
 from distwrap.errors import ModelError
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
-from distwrap.model.uncopied_model import UncopiedModel
+from distwrap.model.proxy import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.alignment import Alignment
@@ -36,11 +36,9 @@ class FSDPRouting(Routing):
     Attributes:
         buffers: the buffers that ranks take over from rank 0 when training pauses.
         gathered: the gathered weights of the model.
-        give_back: restores the user's module, with the numbers of a full state.
         tensor_parallel: the division of its blocks, if they are divided.
     """
 
-    give_back: Callable[[dict[str, torch.Tensor]], None]
     tensor_parallel: TensorParallel | None = None
 
     def __init__(
@@ -62,7 +60,7 @@ class FSDPRouting(Routing):
         )
         gathered.units = self.units
         self.unison = Unison(class_of(self.model), self.units.names)
-        self.run = in_precision(self._everywhere)
+        self.forward = in_precision(self._everywhere)
 
     def cut(self, tensor_parallel: TensorParallel, group: dist.ProcessGroup, *, is_divided: bool) -> None:
         """Note that blocks are divided over a group whose ranks run the same batch through the same blocks.
@@ -74,7 +72,7 @@ class FSDPRouting(Routing):
         """
         self.tensor_parallel = tensor_parallel
         if not tensor_parallel.compiles:
-            self.run = torch.compiler.disable(self.run)  # type: ignore[no-untyped-call]
+            self.forward = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
         ranks = "the ranks of a tensor-parallel group"
         alike = Alike(group, self._in_precision.device, ranks, draws_alike=False)
         tensor_parallel.watch("", lambda given: alike.check("forward", given))
@@ -186,21 +184,18 @@ class FSDPRouting(Routing):
 class DividedModel(UncopiedModel):
     """Model of which each rank holds a share of every weight as a ``DTensor``, around a real ``FSDPModule``."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._distwrap.run(*args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         if name in _OF_PARAMETERS:
-            self._distwrap.settle()
+            self._distwrap_routing.settle()
         return super().__getattr__(name)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights with or without a wrapper's prefix, whole or divided; ``assign=True`` also copies."""
-        net, strict = self._distwrap.model, kwargs.get("strict", next(iter(args), True))
+        net, strict = self._distwrap_routing.model, kwargs.get("strict", next(iter(args), True))
         return net.load_state_dict(shards.divided_state(net, state_dict), strict)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        for parameter in self._distwrap.model.parameters():
+        for parameter in self._distwrap_routing.model.parameters():
             before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             after = fn(before)
             if (after.dtype, after.device) != (before.dtype, before.device):

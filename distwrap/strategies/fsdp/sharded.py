@@ -123,11 +123,10 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         before.restore()
         replacement.undo(state)
 
-    routing.give_back = give_back
     world.part(NamedInputs).models.add(routing)
     if tensor_parallel is not None and tensor_mesh is not None:
         routing.cut(tensor_parallel, tensor_mesh.get_group(), is_divided=mesh is not None)
-    return DividedModel(routing)
+    return DividedModel(routing, tensor_parallel=routing.tensor_parallel, restore_original=give_back)
 
 
 def _ranks(shard: int | str | None, world: World) -> int:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap._internals.torch import compiled_module
 from distwrap._internals.torch_sharding import accumulated_gradients
 from distwrap.checks import refuses_removed
 from distwrap.errors import OptionError
@@ -22,7 +21,7 @@ from distwrap.former_names import REMOVED
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import unbind
+from distwrap.model.wrapped_models import handle_of, routing_of, unbind
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
@@ -153,10 +152,7 @@ class FSDPStrategy(Strategy):
             net.set_requires_gradient_sync(on)
             windows = current_world().part(Windows).under_way.values()
             if on and not any(window.is_of(model) for window in windows):
-                wrapper: Any = model
-                while "_distwrap" not in vars(wrapper):
-                    wrapper = compiled_module(wrapper)
-                wrapper._distwrap.units.leave_window()
+                routing_of(model).units.leave_window()
 
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
         from distwrap.strategies import shards
@@ -193,11 +189,11 @@ class FSDPStrategy(Strategy):
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         # Optimizers do not have it, nor do models in one process.
-        give_back = getattr(prepared.__dict__.get("_distwrap"), "give_back", None)
-        if give_back is None:
+        handle = handle_of(prepared)
+        if handle is None or handle.restore_original is None:
             super().give_back(original, prepared, state)
         else:
-            give_back(state)
+            handle.restore_original(state)
             unbind(prepared)  # type: ignore[arg-type]
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
-from distwrap.model.distributed import LocalModel
+from distwrap.model.distributed import LocalModel, LocalRouting
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
 from distwrap.packages import require_package
@@ -134,7 +134,7 @@ class HivemindStrategy(Strategy):
         world.part(Collaborations)
         if world.placement.world_size > 1:
             take_rank_zero_weights(net)
-        return LocalModel(model, wrapping.in_precision, wrapping.forward_methods)
+        return LocalModel(LocalRouting(model, wrapping.in_precision, wrapping.forward_methods))
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         world = current_world()

@@ -21,8 +21,8 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing, put_back_forward
-from distwrap.model.uncopied_model import UncopiedModel
-from distwrap.model.wrapped_models import WrappedModels, held_by_all
+from distwrap.model.proxy import UncopiedModel
+from distwrap.model.wrapped_models import WrappedModels, held_by_all, routing_of
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
@@ -110,7 +110,7 @@ class PipelineRouting(Routing):
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
         self._forward, self._own_forward = net.forward, vars(net).get("forward")
         net.forward = self._on_forward
-        self.run = self._call
+        self.forward = self._call
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
@@ -223,7 +223,7 @@ class PipelineRouting(Routing):
 
     def _twins(self) -> dict[int, Holders]:
         """Return the holders of similar models, such as averages, which must have the same stages, by their numbers."""
-        others = [model.__dict__.get("_distwrap") for model in self.world.part(WrappedModels)]
+        others = [routing_of(model) for model in self.world.part(WrappedModels)]
         return {
             other.number: other.holders
             for other in others
@@ -372,7 +372,8 @@ class PipelineRouting(Routing):
 class PipelineModel(UncopiedModel):
     """Model of which this rank has the blocks of its stages."""
 
-    _distwrap: PipelineRouting
+    def __init__(self, routing: PipelineRouting) -> None:
+        super().__init__(routing, sync_buffers=routing.sync_buffers)
 
 
 def _linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:

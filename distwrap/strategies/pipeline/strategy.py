@@ -20,7 +20,7 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import Layout, RunPart, World, current_world
 from distwrap.model.in_sync import Held, left_to_ranks
-from distwrap.model.wrapped_models import WrappedModels, parameters_of
+from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.meshes import mesh_over
@@ -156,7 +156,7 @@ class PipelineStrategy(Strategy):
         counted: set[int] = set()
         group = None
         for model in current_world().part(WrappedModels).of_optimizer(optimizer):
-            if isinstance(routing := model.__dict__.get("_distwrap"), PipelineRouting):
+            if isinstance(routing := routing_of(model), PipelineRouting):
                 divided |= set(map(id, routing.model.parameters()))
                 counted |= routing.holders.counted_here()
                 group = routing.line.group
@@ -174,7 +174,7 @@ class PipelineStrategy(Strategy):
         return norm
 
     def held(self, model: nn.Module) -> Iterable[Held]:
-        routing = routing_of(model)
+        routing: PipelineRouting = routing_of(model)
         own, size = left_to_ranks(model), len(routing.line.ranks)
         for name, tensor in routing.holders.tensors().items():
             if name not in own and is_here(tensor):
@@ -206,7 +206,7 @@ class PipelineStrategy(Strategy):
     def give_back(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
-        if isinstance(prepared, Optimizer) or not isinstance(prepared.__dict__.get("_distwrap"), PipelineRouting):
+        if isinstance(prepared, Optimizer) or not isinstance(routing_of(prepared), PipelineRouting):
             super().give_back(original, prepared, state)
             return
         model = prepared
@@ -277,15 +277,9 @@ def _holds_absent(optimizer: Optimizer) -> bool:
     return not all(map(is_here, parameters_of(optimizer).values()))
 
 
-def routing_of(model: nn.Module) -> PipelineRouting:
-    """Return the routing of a model that this strategy has prepared."""
-    routing: PipelineRouting = model.__dict__["_distwrap"]
-    return routing
-
-
 def _states(thing: nn.Module | Optimizer) -> States | None:
     models = [thing] if isinstance(thing, nn.Module) else current_world().part(WrappedModels).of_optimizer(thing)
     for model in models:
-        if isinstance(routing := model.__dict__.get("_distwrap"), PipelineRouting):
+        if isinstance(routing := routing_of(model), PipelineRouting):
             return States(routing.model, routing.holders, routing.line.device)
     return None
