@@ -5,6 +5,7 @@ Every function says which names it relies on, and what happens without them; all
 
 import functools
 import importlib
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -353,16 +354,28 @@ def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
 
 
+@functools.cache
+def _code_around_steps() -> Any:
+    wrapped: Any = getattr(torch.optim.Optimizer, "profile_hook_step", lambda step: step)(lambda: None)
+    return wrapped.__code__
+
+
+def steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's class steps by torch's own code, which calls no step of the same optimizer."""
+    return bool(inspect.unwrap(type(optimizer).step).__module__.startswith("torch."))
+
+
 def is_within_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's step, which calls this by a hook, runs within another step of the same one.
 
     Relies on ``torch.optim:Optimizer.profile_hook_step``, which wraps ``step`` of each class.
     Without it: a class whose ``step`` calls that of its parent has its gradients exchanged and hidden twice.
     """
-    wrapped: Any = getattr(torch.optim.Optimizer, "profile_hook_step", lambda step: step)(lambda: None)
+    if torch.compiler.is_compiling():  # of a step, whose frames are not those of torch's hooks
+        return False
     frame, count = sys._getframe(), 0
     while frame is not None and count < 2:
-        count += frame.f_code is wrapped.__code__ and frame.f_locals.get("self") is optimizer
+        count += frame.f_code is _code_around_steps() and frame.f_locals.get("self") is optimizer
         frame = frame.f_back  # type: ignore[assignment]
     return count > 1
 

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Adam, AdamW, Optimizer
 
-from distwrap._internals.torch import act_for, after_backward, current_backward, foreach
+from distwrap._internals.torch import act_for, after_backward, current_backward, foreach, steps_as_torch
 from distwrap.checks import Check, whole
 from distwrap.comm.base import Averager, Bucket, option
 from distwrap.comm.codecs import Codec, MinMax8, Sign
@@ -125,7 +125,7 @@ class _QAdamExchange(GradientExchange):
                 "step, so that the next gradients would be added to them. Call optimizer.zero_grad() after each step."
             )
         scale = self._scaling.scaler.get_scale() if self._scaling.scaler is not None else 1.0
-        beta, decay = group["betas"][0], 0.0 if optimizer.decoupled else group["weight_decay"]
+        beta, decay = group["betas"][0], 0.0 if optimizer.decouples(group) else group["weight_decay"]
         content.sub_(optimizer.state[parameter]["exp_avg"], alpha=beta * scale).div_(1 - beta)
         content.sub_(parameter.detach(), alpha=decay * scale)
 
@@ -168,7 +168,7 @@ class _Momenta(Averager):
         denominators, limits = [], []
         for parameter, gradient, (optimizer, group) in zip(bucket.parameters, bucket.views, places, strict=True):
             state, beta = optimizer.frozen_state(parameter, group), group["betas"][0]
-            if group["weight_decay"] and not optimizer.decoupled:
+            if group["weight_decay"] and not optimizer.decouples(group):
                 gradient.add_(parameter.detach(), alpha=group["weight_decay"] * bucket.scale)
             gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta * bucket.scale)
             denominators.append(state["denominator"])
@@ -205,20 +205,25 @@ class QAdamOptimizer(Optimizer):
     """
 
     def __init__(self, adam: Optimizer, warmup_steps: int) -> None:
-        if not isinstance(adam, (Adam, AdamW)):
-            raise OptionError(f"comm='qadam' needs torch.optim.Adam or AdamW, not {type(adam).__name__}.")
+        if not isinstance(adam, (Adam, AdamW)) or not steps_as_torch(adam):
+            its = ", whose step is its own" if isinstance(adam, Adam) else ""
+            raise OptionError(f"comm='qadam' needs torch.optim.Adam or AdamW, not {type(adam).__name__}{its}.")
         for name in ("amsgrad", "maximize", "differentiable"):
             if any(group.get(name) for group in adam.param_groups):
                 raise OptionError(f"comm='qadam' takes no {type(adam).__name__}({name}=True).")
         if any(parameter.is_complex() for group in adam.param_groups for parameter in group["params"]):
             raise OptionError("comm='qadam' takes no complex parameters; comm='allreduce' and comm='local_sgd' do.")
-        self.decoupled, self._warmup = isinstance(adam, AdamW), warmup_steps
+        self._is_adamw, self._warmup = isinstance(adam, AdamW), warmup_steps
         super().__init__(adam.param_groups, adam.defaults)
         self._adam = adam
         self._share()
         act_for(self, adam)
         adam.register_load_state_dict_post_hook(lambda _: self._share())
         adam.register_step_pre_hook(self._refuse_original)
+
+    def decouples(self, group: dict[str, Any]) -> bool:
+        """Return whether a group's weight decay is apart from its gradients, as AdamW's and as Adam's by an option."""
+        return bool(group.get("decoupled_weight_decay", self._is_adamw))
 
     def _refuse_original(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self._adam:  # whose hooks are those of this optimizer too
@@ -264,7 +269,7 @@ class QAdamOptimizer(Optimizer):
         group[_STEPS] = step
         if not parameters:
             return
-        if decay and self.decoupled:
+        if decay and self.decouples(group):
             foreach("mul_", parameters, 1 - lr * decay)
         if step > self._warmup:
             foreach("copy_", momenta, gradients)
@@ -274,7 +279,7 @@ class QAdamOptimizer(Optimizer):
             if step == self._warmup + 1:
                 self._print_left_out(group)
         else:
-            if decay and not self.decoupled:
+            if decay and not self.decouples(group):
                 gradients = foreach("add", gradients, parameters, alpha=decay)
             foreach("lerp_", momenta, gradients, 1 - beta1)
             foreach("mul_", variances, beta2)

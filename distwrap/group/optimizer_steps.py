@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from distwrap._internals.torch import hooks_beside, is_within_own_step
+from distwrap._internals.torch import hooks_beside, is_within_own_step, steps_as_torch
 from distwrap.group.world import RunPart, World
 
 # Called with the optimizer and its step's arguments. Before the step it may return others, as a hook of torch's may.
@@ -56,11 +56,6 @@ class Phase(Enum):
 
 
 _INNER = (Phase.ADOPT, Phase.REFUSE, Phase.COMPARE, Phase.EXCHANGE, Phase.HIDE)
-
-
-def _may_nest(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step may call another of its own: more than one of its classes has one."""
-    return sum("step" in vars(kind) for kind in type(optimizer).__mro__ if kind is not Optimizer) > 1
 
 
 class OptimizerSteps(RunPart):
@@ -110,7 +105,7 @@ class OptimizerSteps(RunPart):
 
     def _hooked(self, optimizer: Optimizer) -> tuple[RemovableHandle, OrderedDict[int, Any]]:
         handle = optimizer.register_step_pre_hook(self._inside)
-        if _may_nest(optimizer):
+        if not steps_as_torch(optimizer):
             self._nesting[optimizer] = False
         self._hooks[optimizer] = handle, hooks_beside(handle)
         return self._hooks[optimizer]

@@ -25,8 +25,7 @@ _KNOWN: dict[tuple[str, str], Scope] = {
     },
     **{("torch", name): "parameter" for name in ("Adafactor", "Muon")},
     ("torch", "LBFGS"): "all",
-    **{("apex", name): "element" for name in ("FusedAdam", "FusedAdagrad", "FusedSGD")},
-    ("apex", "FusedNovoGrad"): "parameter",
+    **{("apex", name): "element" for name in ("FusedAdam", "FusedAdagrad")},
     ("apex", "FusedLAMB"): "all",  # clips by the norm of all gradients
     **{
         ("bitsandbytes", name): "parameter"  # of which blocks of numbers have a scale together
@@ -42,12 +41,14 @@ _KNOWN: dict[tuple[str, str], Scope] = {
         for name in ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree")
         for kind in ("", "Reference", "Closure")
     },
-    **{("timm", name): "element" for name in ("Lion", "MADGRAD", "NAdamW")},
-    **{("timm", name): "parameter" for name in ("Lars", "Adafactor")},
+    ("timm", "MADGRAD"): "element",
+    **{("timm", name): "parameter" for name in ("Lars", "Adafactor", "Lion", "NAdamW")},  # the last two by caution=True
     ("timm", "Lamb"): "all",
-    **{("torchao", name): "parameter" for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit")},
     ("transformers", "Adafactor"): "parameter",
 }  # fmt: skip
+
+# What a subclass may have of its own without stepping otherwise than its parent.
+_HARMLESS = {"__init__", "__repr__", "__setstate__", "add_param_group", "load_state_dict", "state_dict", "zero_grad"}
 
 _SAID: WeakKeyDictionary[Optimizer, Scope] = WeakKeyDictionary()
 
@@ -67,7 +68,7 @@ def say_scope(optimizer: Optimizer, scope: Scope) -> None:
 
 
 def scope_of(optimizer: Optimizer) -> Scope | None:
-    """Return what the user has said of an optimizer, or what is known of the class whose step it has.
+    """Return what the user has said of an optimizer, or what is known of its class or the one that it configures.
 
     Example:
         >>> import torch
@@ -79,7 +80,7 @@ def scope_of(optimizer: Optimizer) -> Scope | None:
     for kind in type(optimizer).__mro__:
         if known := _KNOWN.get((kind.__module__.partition(".")[0], kind.__name__)):
             return known
-        if "step" in vars(kind):
+        if not _HARMLESS.issuperset(name for name, value in vars(kind).items() if callable(value)):
             return None
     return None
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.torch import foreach
+from distwrap._internals.torch import foreach, version_of
 from distwrap._internals.torch_zero import unchanged_versions
 from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
@@ -59,6 +59,8 @@ class OptimizerShare:
         self.is_part = self.is_over = False
         self._loads = [0] * self._size
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        # In a step: what was there, of each parameter its version, and its gradient with its version.
+        self._begun: dict[nn.Parameter, tuple[int, torch.Tensor | None, int]] = {}
         self._versions: AbstractContextManager[object] = nullcontext()
         self._messages: list[list[_Message]] = []
         self._planned: tuple[int, ...] = ()
@@ -110,6 +112,8 @@ class OptimizerShare:
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hide other ranks' gradients from a step; return its arguments if they have a closure."""
+        if self._begun:
+            self._recover(optimizer)
         if self._planned != _sizes(optimizer):
             self.plan(optimizer)
         if not self._is_agreed:
@@ -139,7 +143,40 @@ class OptimizerShare:
             self._hide()
         return given
 
+    def _show(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+        self._begun.clear()
+
+    def _recover(self, optimizer: Optimizer) -> None:
+        """Show what a step has hidden that raised an error, unless the loop has let go of the gradients since.
+
+        Raises:
+            ModelError: the step had changed weights, which the other ranks have not got; or gradients were added.
+        """
+        begun, name = self._begun, type(optimizer).__name__
+        if {self.is_here(each) for each in begun if version_of(each) != begun[each][0]} == {True}:  # else: loaded since
+            raise ModelError(
+                f"rank {self.rank}: the last step of this {name} has changed weights, then raised an error, which the "
+                "loop has caught. Under this strategy other ranks have not got these weights, nor this rank theirs: "
+                "let such an error end the run, or use strategy='ddp'."
+            )
+        kept = [(then, version) for each, (_, then, version) in begun.items() if then is not None and each.grad is then]
+        if any(version_of(now) != version for now, version in kept):
+            raise ModelError(
+                f"rank {self.rank}: the last step of this {name} has raised an error, which the loop has caught, and "
+                "gradients were added since. Under this strategy those of the other ranks were hidden then. Call "
+                "optimizer.zero_grad() after such an error, or use strategy='ddp'."
+            )
+        if kept:
+            self._show()
+
     def _hide(self) -> None:
+        self._begun = {
+            each: (version_of(each), each.grad, 0 if each.grad is None else version_of(each.grad))
+            for each in self.owners
+        }
         for parameter in self.owners:
             if parameter.grad is not None and not self.is_here(parameter):
                 self._hidden.append((parameter, parameter.grad))
@@ -147,9 +184,7 @@ class OptimizerShare:
 
     def after(self) -> None:
         """Show the hidden gradients again, and send the new weights of this rank's share to the others."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
+        self._show()
         for together in self._messages:
             for message in [message.sent(self.rank) for message in together]:
                 message.receive()

@@ -385,10 +385,18 @@ def test_after_qadams_warm_up_what_is_not_finite_is_not_held_to_the_bound() -> N
                 assert ("1" in reported) == (rank == 1), (bad, name, reported)
 
 
-def test_qadams_warm_up_is_plain_adam() -> None:
+OWN_DECAY = (
+    {"decoupled_weight_decay": True} if "decoupled_weight_decay" in torch.optim.Adam([nn.Parameter()]).defaults else {}
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.AdamW, {}), (torch.optim.Adam, {}), (torch.optim.Adam, OWN_DECAY)]
+)
+def test_qadams_warm_up_is_plain_adam(kind: Any, options: dict[str, bool]) -> None:
     def train(prepared: bool) -> torch.Tensor:
         parameter = nn.Parameter(torch.ones(9))
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.3)
+        optimizer: torch.optim.Optimizer = kind([parameter], lr=0.1, weight_decay=0.3, **options)
         if prepared:
             optimizer = QAdam(warmup_steps=5).prepare_optimizer(optimizer, None)
         for step in range(5):
@@ -444,6 +452,18 @@ def test_qadams_optimizer_goes_on_from_its_state(cut: int) -> None:
         third.load_state_dict(adam.state_dict())
         _steps(third, plain, cut, 10)
         assert torch.allclose(whole, plain, atol=1e-5)
+
+
+class Halving(torch.optim.Adam):
+    """Adam with a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_qadam_refuses_an_adam_whose_step_it_would_not_call() -> None:
+    with pytest.raises(OptionError, match="not Halving, whose step is its own"):
+        QAdam().prepare_optimizer(Halving([nn.Parameter(torch.ones(2))]), None)
 
 
 def test_qadam_acts_for_the_users_adam() -> None:

@@ -34,14 +34,26 @@ class Clamped(torch.optim.SGD):
         return loss
 
 
-def trained(strategy: str, *, closure: bool, rank: int | None = None) -> list[float]:
+class Again(torch.optim.SGD):
+    """Takes its first step of all twice, by the same method."""
+
+    seen, takes_more = 0.0, True
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if self.takes_more:
+            self.takes_more = False
+            self.step()
+        return super().step(closure)
+
+
+def trained(strategy: str, kind: Any = Clamped, *, closure: bool = False, rank: int | None = None) -> list[float]:
     """Return sums of a model's weights and gradients after each of three steps, and what the step saw."""
     torch.optim.SGD([nn.Parameter(torch.ones(1))])  # from now on torch runs hooks around the parent's step too
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     if rank is not None:
         model = dw.wrap_model(model, strategy=strategy)
-    optimizer = dw.wrap_optimizer(Clamped(model.parameters(), lr=0.1, momentum=0.9), scope="element")
+    optimizer = dw.wrap_optimizer(kind(model.parameters(), lr=0.1, momentum=0.9), scope="element")
     batch = torch.randn(4, 4, dtype=torch.float64)[slice(None) if rank is None else slice(rank, None, 2)]
 
     def loss() -> torch.Tensor:
@@ -74,6 +86,27 @@ def test_a_step_within_a_step_computes_what_one_process_does(strategy: str, clos
     expected = trained(strategy, closure=closure)
     for found in run_ranks(lambda: trained(strategy, closure=closure, rank=dw.rank()), 2):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_step_that_calls_itself() -> None:
+    expected = trained("zero1", Again)
+    for found in run_ranks(lambda: trained("zero1", Again, rank=dw.rank()), 2):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def _compiled() -> float:
+    model = dw.wrap_model(nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3) * (1 + dw.rank())).sum().backward()
+    torch.compile(optimizer.step, backend="eager")()
+    return float(model.weight.sum())
+
+
+@pytest.mark.slow("torch's compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step() -> None:
+    """Of a class that torch hooks itself, since no instance of its parent was made before."""
+    assert len(set(run_ranks(_compiled, 2, timeout=120))) == 1
 
 
 def _phases() -> tuple[Counter[str], list[str]]:

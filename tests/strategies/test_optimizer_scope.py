@@ -38,6 +38,13 @@ class Warm(torch.optim.AdamW):
         super().__init__(params, lr=0.01, betas=(0.5, 0.9))
 
 
+class Clipping(torch.optim.AdamW):
+    """One of torch's whose step calls something of its own."""
+
+    def _init_group(self, *args: Any) -> Any:
+        return super()._init_group(*args)  # type: ignore[misc]
+
+
 class Stepping(torch.optim.SGD):
     """One of torch's with a step of its own."""
 
@@ -63,6 +70,7 @@ def test_all_of_torchs_are_known() -> None:
 def test_a_subclass_is_known_while_it_steps_by_its_parents_step() -> None:
     assert scope_of(Warm([weight()])) == "element"
     assert scope_of(Stepping([weight()], lr=0.1)) is None
+    assert scope_of(Clipping([weight()], lr=0.1)) is None
     assert scope_of(dw.wrap_optimizer(Stepping([weight()], lr=0.1), scope="element")) == "element"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import distwrap as dw
-from distwrap.errors import CheckpointError
+from distwrap.errors import CheckpointError, ModelError
 from distwrap.testing import run_ranks
 
 
@@ -95,6 +95,58 @@ def test_hooks_and_overflows_of_a_step() -> None:
     [expected, _] = run_ranks(_scaled, 2, "ddp", timeout=60)
     assert expected[0].count(False) >= 1
     assert run_ranks(_on_steps, 2, "zero1", timeout=60) == [expected] * 2
+
+
+class Failing(torch.optim.SGD):
+    """Raises in its second step, before it or after it."""
+
+    calls, when = 0, "before"
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 2 and self.when == "before":
+            raise FloatingPointError("before")
+        super().step(closure)
+        if self.calls == 2:
+            raise FloatingPointError("after")
+
+
+def _caught(when: str, after: str) -> list[float]:
+    model = net() if dw.world_size() == 1 else dw.wrap_model(net(), strategy="zero1")
+    optimizer = dw.wrap_optimizer(Failing(model.parameters(), lr=0.1), scope="element")
+    optimizer.when = when
+    for number in range(4):
+        x = torch.tensor([[1.0], [2.0]]).double().expand(2, 4) + number
+        model(x if dw.world_size() == 1 else x[dw.rank() :][:1]).mean().backward()
+        try:
+            optimizer.step()
+        except FloatingPointError:
+            if after == "again":
+                optimizer.step()
+            elif after == "go on":
+                continue
+        optimizer.zero_grad()
+    return [each.sum().item() for each in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("when", "after", "refused"),
+    [
+        ("before", "zero", ""),
+        ("before", "again", ""),
+        ("before", "go on", "gradients were added since"),
+        ("after", "zero", "has changed weights"),
+    ],
+)
+def test_a_step_that_has_raised(when: str, after: str, refused: str) -> None:
+    """What it had hidden is shown, or what went on without it is refused at the next step."""
+    if refused:
+        with pytest.raises(ModelError, match=refused):
+            run_ranks(_caught, 2, when, after)
+        return
+    expected = _caught(when, after)
+    for found in run_ranks(_caught, 2, when, after):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def _saved_by_rank_0(folder: Path) -> None:
