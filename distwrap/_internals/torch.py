@@ -354,15 +354,19 @@ def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
 
 
+def steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's class steps by torch's own code, which calls no step of the same optimizer.
+
+    Relies on ``torch.optim:SGD.step.__wrapped__``.
+    Without it: no optimizer's step is taken for torch's own, so that each is looked at for a step within it.
+    """
+    return bool(inspect.unwrap(type(optimizer).step).__module__.startswith("torch."))
+
+
 @functools.cache
 def _code_around_steps() -> Any:
     wrapped: Any = getattr(torch.optim.Optimizer, "profile_hook_step", lambda step: step)(lambda: None)
     return wrapped.__code__
-
-
-def steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's class steps by torch's own code, which calls no step of the same optimizer."""
-    return bool(inspect.unwrap(type(optimizer).step).__module__.startswith("torch."))
 
 
 def is_within_own_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -28,6 +28,7 @@ from distwrap.comm import (
     compressed,
 )
 from distwrap.comm.base import Bucket
+from distwrap.errors import OptionError
 from distwrap.testing import run_ranks
 from tests.comm import references
 from tests.slow import MORE_RANKS, few, nightly, slow
