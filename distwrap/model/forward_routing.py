@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
+from threading import get_ident
 from types import MethodType
 from typing import Any, Literal
 from weakref import ref
@@ -157,7 +158,7 @@ class MethodCall:
     def __init__(self, model: Routing, inside: ExitStack) -> None:
         self.begun = self.prepared = self.again = False
         self.inside = inside
-        self._model = model
+        self._model, self._thread = model, get_ident()
         inside.callback(self.stop)
         self.watch()
         inputs = model._in_precision.inputs
@@ -174,7 +175,7 @@ class MethodCall:
         self._handle.remove()
 
     def _on_call(self, module: nn.Module, args: Any) -> Any:
-        if id(module) not in self._model._parts:
+        if id(module) not in self._model._parts or get_ident() != self._thread:  # another thread evaluates the model
             return None
         self.module, self.args = module, args
         if not self._model._begin(self):

@@ -67,7 +67,7 @@ class DDPStrategy(Strategy):
             buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, str(world.count("model")))
         comm = wrapping.comm if wrapping.comm is not None else self.comm
         if comm is not None:
-            _refuse_with_comm(model, options)
+            _refuse_with_comm(model, comm, options)
         kind = self.wrapper(comm)
         wrapped = kind(model, wrapping.in_precision, wrapping.forward_methods, buffers, **options)
         if comm is not None:
@@ -100,7 +100,12 @@ class DDPStrategy(Strategy):
         return optimizer
 
 
-def _refuse_with_comm(model: nn.Module, options: dict[str, Any]) -> None:
+def _refuse_with_comm(model: nn.Module, comm: Algorithm, options: dict[str, Any]) -> None:
+    if options.get("static_graph") and not comm.same_weights:
+        raise OptionError(
+            f"static_graph=True lets DDP count on an exchange of gradients in each step, and comm={type(comm).__name__} "
+            "exchanges weights. Leave one of them out."
+        )
     if options.get("process_group") is not None:
         raise OptionError(
             "comm= exchanges between all ranks, so process_group= cannot be given with it. Leave one of them out."

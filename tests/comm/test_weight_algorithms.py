@@ -346,3 +346,14 @@ def _consolidated_in_a_pause() -> list[bool]:
 
 def test_a_consolidate_inside_a_pause_does_not_end_it() -> None:
     assert run_ranks(_consolidated_in_a_pause, 2) == [[True, False, False, True]] * 2
+
+
+@pytest.mark.parametrize("comm", ["decentralized", "local_sgd"])
+def test_a_static_graph_is_refused(comm: str) -> None:
+    """In its first backward DDP exchanges gradients then, whatever it is told; torch ends at an assertion of its own."""
+
+    def on_rank() -> None:
+        with pytest.raises(OptionError, match=r"static_graph=True .* exchanges weights"):
+            wrap_model(nn.Linear(3, 1), comm=comm, static_graph=True)
+
+    run_ranks(on_rank, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,11 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(x).tanh()) * self.scale
+
+    @torch.no_grad()
+    def unrouted(self, x: torch.Tensor) -> torch.Tensor:
+        """Call the parts from another thread."""
+        return self.head(self.body(x))  # type: ignore[no-any-return]
 
     def loss(self, x: torch.Tensor, *, power: int = 2) -> torch.Tensor:
         """Return the loss of a batch."""
@@ -216,6 +222,27 @@ def test_a_method_that_calls_the_wrapper_has_one_forward() -> None:
         return int(handle.buffers.forwards)
 
     assert run_ranks(on_rank, 2) == [1, 1]
+
+
+def test_another_thread_may_evaluate_while_a_method_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method goes on with its own inputs."""
+
+    def losses(evaluates: bool) -> list[float]:
+        model = dw.wrap_model(Net())
+        x, routing = batches()[0], handle_of(model).routing  # type: ignore[union-attr]
+        begin, threads = routing._begin, list[threading.Thread]()
+
+        def evaluated(call: Any) -> bool:
+            if evaluates and not threads:
+                threads.append(threading.Thread(target=lambda: model.unrouted(x + 1)))
+                threads[0].start()
+                threads[0].join()
+            return bool(begin(call))
+
+        monkeypatch.setattr(routing, "_begin", evaluated)
+        return [model.loss(share(x)).item(), len(threads)]
+
+    assert run_ranks(lambda: losses(True), 2) == [[loss, 1] for loss, _ in run_ranks(lambda: losses(False), 2)]
 
 
 def test_methods_compute_in_the_runs_precision() -> None:
