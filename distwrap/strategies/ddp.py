@@ -103,8 +103,8 @@ class DDPStrategy(Strategy):
 def _refuse_with_comm(model: nn.Module, comm: Algorithm, options: dict[str, Any]) -> None:
     if options.get("static_graph") and not comm.same_weights:
         raise OptionError(
-            f"static_graph=True lets DDP count on an exchange of gradients in each step, and comm={type(comm).__name__} "
-            "exchanges weights. Leave one of them out."
+            f"static_graph=True lets DDP count on gradients that are exchanged in each step, and "
+            f"comm={type(comm).__name__} exchanges weights. Leave one of them out."
         )
     if options.get("process_group") is not None:
         raise OptionError(

@@ -350,7 +350,7 @@ def test_a_consolidate_inside_a_pause_does_not_end_it() -> None:
 
 @pytest.mark.parametrize("comm", ["decentralized", "local_sgd"])
 def test_a_static_graph_is_refused(comm: str) -> None:
-    """In its first backward DDP exchanges gradients then, whatever it is told; torch ends at an assertion of its own."""
+    """DDP exchanges gradients in its first backward then, whatever it is told; torch ends at an assertion."""
 
     def on_rank() -> None:
         with pytest.raises(OptionError, match=r"static_graph=True .* exchanges weights"):
