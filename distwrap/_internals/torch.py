@@ -5,7 +5,6 @@ Every function says which names it relies on, and what happens without them; all
 
 import functools
 import importlib
-import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -354,15 +353,6 @@ def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
 
 
-def steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's class steps by torch's own code, which calls no step of the same optimizer.
-
-    Relies on ``torch.optim:SGD.step.__wrapped__``.
-    Without it: no optimizer's step is taken for torch's own, so that each is looked at for a step within it.
-    """
-    return bool(inspect.unwrap(type(optimizer).step).__module__.startswith("torch."))
-
-
 @functools.cache
 def _code_around_steps() -> Any:
     wrapped: Any = getattr(torch.optim.Optimizer, "profile_hook_step", lambda step: step)(lambda: None)
@@ -372,8 +362,8 @@ def _code_around_steps() -> Any:
 def is_within_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's step, which calls this by a hook, runs within another step of the same one.
 
-    Relies on ``torch.optim:Optimizer.profile_hook_step``, which wraps ``step`` of each class.
-    Without it: a class whose ``step`` calls that of its parent has its gradients exchanged and hidden twice.
+    Relies on ``torch.optim:Optimizer.profile_hook_step``.
+    Without it: a class whose step calls that of its parent has its gradients exchanged and hidden twice.
     """
     if torch.compiler.is_compiling():  # of a step, whose frames are not those of torch's hooks
         return False

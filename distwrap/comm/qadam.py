@@ -23,7 +23,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Adam, AdamW, Optimizer
 
-from distwrap._internals.torch import act_for, after_backward, current_backward, foreach, steps_as_torch
+from distwrap._internals.torch import act_for, after_backward, current_backward, foreach
 from distwrap.checks import Check, whole
 from distwrap.comm.base import Averager, Bucket, option
 from distwrap.comm.codecs import Codec, MinMax8, Sign
@@ -31,6 +31,7 @@ from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.gradients import GradientAlgorithm, GradientExchange
 from distwrap.comm.link import Link
 from distwrap.errors import ModelError, OptionError
+from distwrap.group.optimizer_steps import steps_as_torch
 from distwrap.group.world import World, current_world, say
 from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling

@@ -7,6 +7,7 @@ Where a class calls the step of its parent, torch runs all hooks for both. That 
 after the parent's, whose caller may go on with the new weights, and the other phases are those of the whole.
 """
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum, auto
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from distwrap._internals.torch import hooks_beside, is_within_own_step, steps_as_torch
+from distwrap._internals.torch import hooks_beside, is_within_own_step
 from distwrap.group.world import RunPart, World
 
 # Called with the optimizer and its step's arguments. Before the step it may return others, as a hook of torch's may.
@@ -39,6 +40,11 @@ def around_closure(
         return None
     given = tuple(around(each) if callable(each) else each for each in args[1:])
     return (args[0], *given), {name: around(each) if callable(each) else each for name, each in kwargs.items()}
+
+
+def steps_as_torch(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's class steps by torch's own code, which calls no step of the same optimizer."""
+    return bool(inspect.unwrap(type(optimizer).step).__module__.startswith("torch."))
 
 
 class Phase(Enum):

@@ -30,7 +30,7 @@ _OUR_LOOPS = {
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
 # Functions of torch, of the standard library and of ours that say less than the ones below or above them.
-_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "looked_at"}
+_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run"}
 
 Line = tuple[str, int, str]  # file, line number, function
 
