@@ -53,6 +53,7 @@ _CHANGES = {
     **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), slice(0, 1)),
 }
 _SECONDS = 600.0  # for a world
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no second
 _exit = os._exit  # which is the end of a rank, where one is simulated
 
 
@@ -128,7 +129,7 @@ class Program:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Make a folder for a ``with``, which SIGTERM removes too; the next one removes that of a process that was killed.
+    """Make a folder for a ``with``, removed also by SIGTERM and SIGHUP; the next one removes that of a killed process.
 
     This process then ends by the signal, as it would have without a folder.
     """
@@ -139,17 +140,18 @@ def folder() -> Iterator[Path]:
         heard.append(number)
         raise SystemExit
 
-    hears = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if hears:
-        signal.signal(signal.SIGTERM, stop)
+    is_main = threading.current_thread() is threading.main_thread()
+    hears = [each for each in _SIGNALS if is_main and signal.getsignal(each) == signal.SIG_DFL]
+    for each in hears:
+        signal.signal(each, stop)
     try:
         yield made.resolve()
     finally:
         locked_folder.remove(made)
-        if hears:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in hears:
+            signal.signal(each, signal.SIG_DFL)
         if heard:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), heard[0])
 
 
 def run(program: Program, ranks: int, folder: Path) -> World:
@@ -221,7 +223,9 @@ class _Child:
         """Run the program, and end this process."""
         program, ranks = self._program, self._world.ranks
         tie_to_parent()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, signal.SIG_DFL)
         os.chdir(self._found[0].with_name(_FILES))
         tempfile.tempdir = os.getcwd()
         changes: list[tuple[Any, str, Any]] = [
