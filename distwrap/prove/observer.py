@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import IterableDataset
 
 from distwrap._internals.torch_prove import watched, without_dropout
 from distwrap._internals.torch_tree import map_tensors, tensors_in
@@ -100,6 +101,8 @@ class Seen:
         switched_off: what was not done: dropout on some lines, and approximate exchanges.
         statistics: whether modules normalize by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
+        trained: lengths of the data of loaders over which it has made steps.
+        evaluated: the same of those over which it has made none.
         returned: numbers in what its function has returned.
         has_ended: whether it has come to the end of the script.
         comments: to distwrap, on lines of the user's that are named here.
@@ -110,6 +113,8 @@ class Seen:
     switched_off: set[str] = field(default_factory=set)
     statistics: bool = False
     evaluations: int = 0
+    trained: set[int] = field(default_factory=set)
+    evaluated: set[int] = field(default_factory=set)
     returned: list[float] | None = None
     has_ended: bool = False
     comments: dict[str, str] = field(default_factory=dict)
@@ -250,16 +255,20 @@ class Observer:
         self.here().call(module, given)
         return given
 
-    def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _epoch(self, data: Any, batches: Iterator[Any]) -> Iterator[Any]:
         rank = self.here()
         line = rank.place()
         if rank.epochs[line] >= self._epochs:
             self._enough()
-        before = len(rank.seen.steps)
+        before, seen = len(rank.seen.steps), rank.seen
         try:
-            yield from batches
+            for batch in batches:
+                yield batch
+                if len(seen.steps) > before:
+                    seen.trained.add(length(data))
         finally:
-            rank.epochs[line] += len(rank.seen.steps) > before
+            rank.epochs[line] += len(seen.steps) > before
+            (seen.trained if len(seen.steps) > before else seen.evaluated).add(length(data))
 
     def _end_step(self, optimizer: Optimizer) -> None:
         rank = self.here()
@@ -300,6 +309,11 @@ def numbers_in(value: Any) -> list[float]:
     if isinstance(value, dict):
         value = list(value.values())
     return [number for each in value for number in numbers_in(each)] if isinstance(value, (list, tuple)) else []
+
+
+def length(data: Any) -> int:
+    """Return the number of samples; 0 where they cannot be counted."""
+    return len(data) if hasattr(data, "__len__") and not isinstance(data, IterableDataset) else 0
 
 
 def _named(root: nn.Module, number: int, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ from distwrap.launch.worker import tie_to_parent
 from distwrap.network.waiting import wait_until
 from distwrap.places import place
 from distwrap.protocols import Wrapping
-from distwrap.prove.observer import Observer, Seen, numbers_in
+from distwrap.prove.observer import Observer, Seen, length, numbers_in
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.script import failure_of
@@ -99,6 +99,8 @@ class Program:
         steps: of optimizers, after which a rank has been seen enough.
         epochs: in the place of steps, of so many batches at most; 0 for steps.
         batch: size of the batch of all ranks together; by default the one that is nearest to the loop's.
+        evaluated: lengths of data over which one process makes no step: where a script by hand has as many on a rank,
+            in a loader without a sampler, that rank takes whole batches of them.
     """
 
     script: str = ""
@@ -111,6 +113,7 @@ class Program:
     steps: int = 12
     epochs: int = 0
     batch: int | None = None
+    evaluated: Set[int] = frozenset()
 
     @cached_property
     def is_decorated(self) -> bool:
@@ -313,9 +316,10 @@ class _Child:
         numbers["OMP_NUM_THREADS"] = "1"  # the threads of OpenMP are not here after the fork, and would be waited for
         return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), torchrun.AGENT: "prove"}
 
-    def _batch(self, said: int) -> int:
+    def _batch(self, said: int, data: Any) -> int:
         self._world.sizes.add(said)
-        return (self._program.batch or common_batch(said)) // self._world.ranks
+        is_whole = length(data) in self._program.evaluated and not self._program.is_decorated
+        return (self._program.batch or common_batch(said)) // (1 if is_whole else self._world.ranks)
 
     def _rank_now(self) -> int:
         running: Any = simulated.running

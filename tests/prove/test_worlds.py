@@ -351,6 +351,43 @@ def test_parameters_that_take_the_places_of_others(tmp_path: Path) -> None:
     assert proof.verdict == "equal", str(proof)
 
 
+EVALUATION = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x, v = torch.randn(96, 3), torch.randn(40, 3)
+data, held_out = TensorDataset(x, x.sum(1, keepdim=True)), TensorDataset(v, torch.arange(40.0)[:, None])
+model = DistributedDataParallel(nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+evaluation = DataLoader(held_out, batch_size=32)
+for inputs, targets in DataLoader(data, batch_size=12, sampler=DistributedSampler(data)):
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.get_rank() == 0:
+    with torch.no_grad():
+        losses = [nn.functional.mse_loss(model.module(inputs), targets).item() for inputs, targets in evaluation]
+    print(f"validation {sum(losses) / len(losses):.4f}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_an_evaluation_by_rank_0_alone_has_the_batches_of_one_process(tmp_path: Path) -> None:
+    """Its last batch is smaller; and a training loader that nobody has sharded is still named."""
+    script = tmp_path / "script.py"
+    script.write_text(EVALUATION)
+    proof = proven(Program(str(script)), ranks=(2,))
+    assert proof.verdict == "equal", str(proof)
+    script.write_text(EVALUATION.replace(", sampler=DistributedSampler(data)", ""))
+    proof = proven(Program(str(script)), ranks=(2,))
+    assert proof.mistake == "samples-twice", str(proof)
+
+
 def test_the_last_printed_digit() -> None:
     """One more there, or a number as small as rounding, is no difference where float64 has none; and else it is."""
     proof = prove(fine, ranks=[2])
