@@ -23,7 +23,7 @@ _DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropou
 def watched(
     forward: Callable[[nn.Module, Any], Any],
     backward: Callable[[list[float]], None],
-    epoch: Callable[[Iterator[Any]], Iterator[Any]],
+    epoch: Callable[[Any, Iterator[Any]], Iterator[Any]],
 ) -> Iterator[None]:
     """Call functions with what modules, backwards and loaders do within a ``with``.
 
@@ -35,7 +35,7 @@ def watched(
     Args:
         forward: called with each module and its ``(args, kwargs)``, in whose place it returns what the module gets.
         backward: called with the losses after each backward.
-        epoch: called with each loader's iterator; returns what the loop gets.
+        epoch: called with each loader's data and iterator; returns what the loop gets.
     """
     real_call, real_backward, real_iter = nn.Module.__call__, torch.autograd.backward, DataLoader.__iter__
 
@@ -51,7 +51,7 @@ def watched(
         backward([float(each.detach()) for each in losses if each.numel() == 1])
 
     changes = [(nn.Module, "__call__", call), (torch.autograd, "backward", run_backward)]
-    with replaced([*changes, (DataLoader, "__iter__", lambda loader: epoch(real_iter(loader)))]):
+    with replaced([*changes, (DataLoader, "__iter__", lambda loader: epoch(loader.dataset, real_iter(loader)))]):
         yield
 
 
@@ -91,7 +91,7 @@ class _Cut(Subset[Any]):
 
 
 @contextmanager
-def batches_of(size: Callable[[int], int], ranks: int, most: int = 0) -> Iterator[None]:
+def batches_of(size: Callable[[int, Any], int], ranks: int, most: int = 0) -> Iterator[None]:
     """Give each loader that is made within a ``with`` another batch size, and data that divide evenly among the ranks.
 
     What is left over after whole batches of all ranks is left out: a loader that shuffles drops it, and one in order
@@ -101,7 +101,7 @@ def batches_of(size: Callable[[int], int], ranks: int, most: int = 0) -> Iterato
     Without it: a loop is proven with the batches that it has.
 
     Args:
-        size: returns the size on a rank for the one that the loop has said.
+        size: returns the size on a rank for the one that the loop has said, and the data, ``None`` with a sampler.
         ranks: that share the data of a loader which has no sampler; 0 where each loader is left with its data.
         most: number of batches of all ranks after which data are cut off, where they can be; 0 where they are not.
     """
@@ -112,7 +112,7 @@ def batches_of(size: Callable[[int], int], ranks: int, most: int = 0) -> Iterato
         self: Any, dataset: Any, batch_size: Any = 1, shuffle: Any = None, sampler: Any = None, *args: Any, **kw: Any
     ) -> None:
         if batch_size is not None and kw.get("batch_sampler") is None and not any(args[:1]):
-            batch_size = size(batch_size)
+            batch_size = size(batch_size, dataset if sampler is None else None)
             whole = batch_size * ranks
             if isinstance(sampler, DistributedSampler):
                 if most:

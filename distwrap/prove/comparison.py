@@ -266,7 +266,7 @@ def _of_output(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference:
     for (place, printed), (_, texts) in zip(alone.printed, theirs, strict=False):
         one = [float(text) for text in printed]
         # A loop may print its number of ranks.
-        several = [b if (float(a), b) == (len(ranks), 1) else float(a) for a, b in zip(texts, one, strict=True)]
+        several = [1.0 if (a, b) == (str(len(ranks)), "1") else float(a) for a, b in zip(texts, printed, strict=True)]
         digits = [10.0 ** int(Decimal(text).as_tuple().exponent) for text in printed]
         if apart := _apart_in_numbers(one, several, tolerance, rank, digits):
             return Difference("number-of-a-part", 0, place, "what was printed", *apart)
@@ -323,13 +323,14 @@ def _apart_in_numbers(
         other: those of a rank.
         tolerance: by which share they may differ.
         rank: its number.
-        digits: what one more in the last digit that is printed of each is.
+        digits: what one more in the last digit that is printed of each is; those with 1, integers, are exact.
     """
     if len(one) != len(other):
         return f"{len(other)} numbers on rank {rank}, {len(one)} in one process", 1.0
     for mine, theirs, digit in zip(one, other, digits or [0.0] * len(one), strict=True):
         difference, larger = abs(mine - theirs), max(abs(mine), abs(theirs))
-        if mine == theirs or (mine != mine and theirs != theirs) or difference <= tolerance * max(larger, 1e-6):
+        share = 0.0 if digit == 1.0 else tolerance
+        if mine == theirs or (mine != mine and theirs != theirs) or difference <= share * max(larger, 1e-6):
             continue
         ratio = f", {theirs / mine:.3f} times" if mine else ""
         size = min(1.0, max(0.0, difference - 1.01 * digit) / max(larger, _SHARE))
@@ -358,7 +359,7 @@ def _tolerance(number: int, weights: Iterable[Sketch]) -> float:
 
 
 def _relative(tensor: Sketch, number: int) -> float:
-    return max(_EPSILONS * tensor.epsilon, _LEAST) * (number + 1)
+    return max(_EPSILONS * tensor.epsilon, _LEAST) * (number + 1) if tensor.epsilon else 0.0
 
 
 def _norm(tensor: Sketch) -> float:

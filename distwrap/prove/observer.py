@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import IterableDataset
 
 from distwrap._internals.torch_prove import watched, without_dropout
 from distwrap._internals.torch_tree import map_tensors, tensors_in
@@ -39,7 +40,7 @@ class Sketch(NamedTuple):
 
     Attributes:
         values: in float64.
-        epsilon: of the tensor's own type.
+        epsilon: of the tensor's own type; 0 for integers.
         shape: its own.
     """
 
@@ -100,6 +101,8 @@ class Seen:
         switched_off: what was not done: dropout on some lines, and approximate exchanges.
         statistics: whether modules normalize by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
+        trained: lengths of the data of loaders over which it has made steps.
+        evaluated: the same of those over which it has made none.
         returned: numbers in what its function has returned.
         has_ended: whether it has come to the end of the script.
         comments: to distwrap, on lines of the user's that are named here.
@@ -110,6 +113,8 @@ class Seen:
     switched_off: set[str] = field(default_factory=set)
     statistics: bool = False
     evaluations: int = 0
+    trained: set[int] = field(default_factory=set)
+    evaluated: set[int] = field(default_factory=set)
     returned: list[float] | None = None
     has_ended: bool = False
     comments: dict[str, str] = field(default_factory=dict)
@@ -121,7 +126,8 @@ class _Rank:
     def __init__(self) -> None:
         self.seen, self.next = Seen(), Step()
         self.epochs = Counter[str]()  # at each line that has trained with a loader
-        self._roots, self._inner, self._names = dict[int, nn.Module](), set[int](), dict[int, str]()
+        self._roots, self._inner = dict[int, nn.Module](), set[int]()
+        self._names = dict[int, tuple[str, Tensor]]()  # of parameters by their ids, which no other one is to get
         self._random: Tensor | None = None  # torch's state after the last step, or before the first forward
 
     def place(self) -> str:
@@ -157,16 +163,15 @@ class _Rank:
             self._inner.add(id(module))
             self._roots.pop(id(module), None)
         self._roots[id(root)] = root
-        kind = type(unwrap_model(getattr(root, "module", root))).__name__
-        for plain, parameter in strip_module_prefix(dict(root.named_parameters(remove_duplicate=False))).items():
-            self._names.setdefault(id(parameter), f"{kind}#{number}.{plain}" if number else plain)
+        for name, parameter in _named(root, number, root.named_parameters(remove_duplicate=False)).items():
+            self._names.setdefault(id(parameter), (name, parameter))
 
     def end_backward(self, losses: list[float]) -> None:
         self.next.losses += losses
         self.next.backward = self.place()
         parameters = [parameter for root in self._roots.values() for parameter in root.parameters()]
         self.next.after_backward = {
-            self._names.get(id(each), ""): _sketch(each.grad) for each in parameters if each.grad is not None
+            self._names.get(id(each), ("",))[0]: _sketch(each.grad) for each in parameters if each.grad is not None
         }
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -189,18 +194,20 @@ class _Rank:
         step.weights = {name: _sketch(each) for name, each in named.items()}
         for name, each in named.items():
             state = optimizer.state.get(each, {}).values()
-            step.state[name] = [float(value.double().abs().sum()) for value in state if type(value) is Tensor]
+            step.state[name] = [float(_whole(value).double().abs().sum()) for value in state if type(value) is Tensor]
         modules = [module for root in self._roots.values() for module in root.modules()]
         normalizing = [each for each in modules if isinstance(each, _BATCH_NORM) and each.training]
         running = {id(buffer) for module in normalizing for buffer in module.buffers()}
         self.seen.statistics |= bool(normalizing)
-        for root in self._roots.values():
-            those = strip_module_prefix(dict(root.named_buffers())).items()
+        for number, root in enumerate(self._roots.values()):
+            those = _named(root, number, root.named_buffers()).items()
             step.buffers |= {name: _sketch(each) for name, each in those if id(each) not in running}
 
     def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {self._names.setdefault(id(each), f"parameter {len(self._names)}"): each for each in parameters}
+        return {
+            self._names.setdefault(id(each), (f"parameter {len(self._names)}", each))[0]: each for each in parameters
+        }
 
 
 class Observer:
@@ -248,16 +255,20 @@ class Observer:
         self.here().call(module, given)
         return given
 
-    def _epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _epoch(self, data: Any, batches: Iterator[Any]) -> Iterator[Any]:
         rank = self.here()
         line = rank.place()
         if rank.epochs[line] >= self._epochs:
             self._enough()
-        before = len(rank.seen.steps)
+        before, seen = len(rank.seen.steps), rank.seen
         try:
-            yield from batches
+            for batch in batches:
+                yield batch
+                if len(seen.steps) > before:
+                    seen.trained.add(length(data))
         finally:
-            rank.epochs[line] += len(rank.seen.steps) > before
+            rank.epochs[line] += len(seen.steps) > before
+            (seen.trained if len(seen.steps) > before else seen.evaluated).add(length(data))
 
     def _end_step(self, optimizer: Optimizer) -> None:
         rank = self.here()
@@ -291,6 +302,8 @@ def numbers_in(value: Any) -> list[float]:
         return [float(each) for each in _NUMBER.findall(value)]
     if isinstance(value, (bool, int, float)):
         return [float(value)]
+    if hasattr(value, "ravel") and not isinstance(value, Tensor):  # NumPy's
+        value = value.ravel()[:100].tolist()
     if isinstance(value, Tensor):
         return [float(each) for each in _whole(value).flatten()[:100].double().tolist()]
     if isinstance(value, dict):
@@ -298,15 +311,28 @@ def numbers_in(value: Any) -> list[float]:
     return [number for each in value for number in numbers_in(each)] if isinstance(value, (list, tuple)) else []
 
 
+def length(data: Any) -> int:
+    """Return the number of samples; 0 where they cannot be counted."""
+    return len(data) if hasattr(data, "__len__") and not isinstance(data, IterableDataset) else 0
+
+
+def _named(root: nn.Module, number: int, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors of a model by names that no other model has."""
+    kind = type(unwrap_model(getattr(root, "module", root))).__name__
+    prefix = f"{kind}#{number}." if number else ""
+    return {f"{prefix}{name}": each for name, each in strip_module_prefix(dict(tensors)).items()}
+
+
 def _bytes(row: Tensor) -> bytes:
     return row.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _whole(value: Any) -> Tensor:
-    """Return a copy of a tensor, put together where it is divided among the ranks."""
+    """Return a copy of a tensor, put together where it is divided among the ranks; of real numbers."""
     value = value.detach()
     whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return (whole.to_dense() if whole.layout != torch.strided else whole).to("cpu", copy=True)
+    whole = (whole.to_dense() if whole.layout != torch.strided else whole).to("cpu", copy=True)
+    return torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole
 
 
 def _sketch(value: Any) -> Sketch:
@@ -315,5 +341,4 @@ def _sketch(value: Any) -> Sketch:
     if (count := len(values)) > _KEPT:
         drawn = torch.randint(2, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int8, device="cpu")
         values = nn.functional.pad(values * (2 * drawn - 1), (0, -count % _KEPT)).view(-1, _KEPT).sum(0)
-    kind = whole.dtype if whole.is_floating_point() else torch.float32
-    return Sketch(values, torch.finfo(kind).eps, whole.shape)
+    return Sketch(values, torch.finfo(whole.dtype).eps if whole.is_floating_point() else 0.0, whole.shape)

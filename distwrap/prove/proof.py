@@ -187,6 +187,8 @@ def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
         one = run(longer if resume else program, 1, place / "1")
         if one.error:
             return Proof("failed", [], [f"in one process it fails: {one.error}"])
+        alone = one.seen.get(0, Seen())
+        program = replace(program, evaluated=alone.evaluated - alone.trained - {0})
         for number in ranks[:1] if resume else ranks:
             several = run(program, number, place / f"{number}")
             if resume:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ from distwrap.launch.worker import tie_to_parent
 from distwrap.network.waiting import wait_until
 from distwrap.places import place
 from distwrap.protocols import Wrapping
-from distwrap.prove.observer import Observer, Seen, numbers_in
+from distwrap.prove.observer import Observer, Seen, length, numbers_in
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.script import failure_of
@@ -53,6 +53,7 @@ _CHANGES = {
     **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), slice(0, 1)),
 }
 _SECONDS = 600.0  # for a world
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no second
 _exit = os._exit  # which is the end of a rank, where one is simulated
 
 
@@ -98,6 +99,8 @@ class Program:
         steps: of optimizers, after which a rank has been seen enough.
         epochs: in the place of steps, of so many batches at most; 0 for steps.
         batch: size of the batch of all ranks together; by default the one that is nearest to the loop's.
+        evaluated: lengths of data over which one process makes no step: where a script by hand has as many on a rank,
+            in a loader without a sampler, that rank takes whole batches of them.
     """
 
     script: str = ""
@@ -110,6 +113,7 @@ class Program:
     steps: int = 12
     epochs: int = 0
     batch: int | None = None
+    evaluated: Set[int] = frozenset()
 
     @cached_property
     def is_decorated(self) -> bool:
@@ -128,7 +132,7 @@ class Program:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Make a folder for a ``with``, which SIGTERM removes too; the next one removes that of a process that was killed.
+    """Make a folder for a ``with``, removed also by SIGTERM and SIGHUP; the next one removes that of a killed process.
 
     This process then ends by the signal, as it would have without a folder.
     """
@@ -139,17 +143,18 @@ def folder() -> Iterator[Path]:
         heard.append(number)
         raise SystemExit
 
-    hears = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if hears:
-        signal.signal(signal.SIGTERM, stop)
+    is_main = threading.current_thread() is threading.main_thread()
+    hears = [each for each in _SIGNALS if is_main and signal.getsignal(each) == signal.SIG_DFL]
+    for each in hears:
+        signal.signal(each, stop)
     try:
         yield made.resolve()
     finally:
         locked_folder.remove(made)
-        if hears:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in hears:
+            signal.signal(each, signal.SIG_DFL)
         if heard:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), heard[0])
 
 
 def run(program: Program, ranks: int, folder: Path) -> World:
@@ -221,7 +226,9 @@ class _Child:
         """Run the program, and end this process."""
         program, ranks = self._program, self._world.ranks
         tie_to_parent()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, signal.SIG_DFL)
         os.chdir(self._found[0].with_name(_FILES))
         tempfile.tempdir = os.getcwd()
         changes: list[tuple[Any, str, Any]] = [
@@ -309,9 +316,10 @@ class _Child:
         numbers["OMP_NUM_THREADS"] = "1"  # the threads of OpenMP are not here after the fork, and would be waited for
         return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), torchrun.AGENT: "prove"}
 
-    def _batch(self, said: int) -> int:
+    def _batch(self, said: int, data: Any) -> int:
         self._world.sizes.add(said)
-        return (self._program.batch or common_batch(said)) // self._world.ranks
+        is_whole = length(data) in self._program.evaluated and not self._program.is_decorated
+        return (self._program.batch or common_batch(said)) // (1 if is_whole else self._world.ranks)
 
     def _rank_now(self) -> int:
         running: Any = simulated.running

@@ -52,7 +52,7 @@ ROWS = {
     "model": Row(850 + 750, 2437, 2390, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
-    "prove": Row(700, 953, 863, ("prove/",)),  # part 3
+    "prove": Row(700, 980, 890, ("prove/",)),  # part 3
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
     "testing": Row(1300, 1279, 1280, ("testing/",)),  # part 1
     "timing": Row(650, 831, 785, ("timing/",)),  # part 1

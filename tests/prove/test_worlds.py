@@ -185,7 +185,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends a child with its parent")
 @pytest.mark.slow("starts an interpreter, which imports torch")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_killed_proof_leaves_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a world nor a folder; the next proof removes that of one that could not do it itself."""
     script, told, temporary = tmp_path / "script.py", tmp_path / "pid", tmp_path / "temporary"
@@ -275,6 +275,117 @@ def test_small_steps_and_numbers_that_are_none() -> None:
     for wrong in ({"options": "decay"}, {"counter": True}, {"comm": Sum()}):
         with pytest.raises(ProofError, match="differs"):
             prove(fine, keywords=wrong, ranks=[2])
+
+
+def with_two_models(wrong: str) -> Any:
+    torch.manual_seed(0)
+    nets, ranks = [nn.Linear(3, 1) for _ in range(2)], dw.world_size()
+    for net in nets:
+        net.register_buffer("seen", torch.zeros(()))
+        net.register_buffer("count", torch.tensor([100_000, 0]))
+        net.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    models = [dw.wrap_model(net) for net in nets]
+    optimizer = torch.optim.SGD([each for net in nets for each in net.parameters()], lr=0.1)
+    for (x,) in shard_loader(DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=12)):
+        for model in models:
+            (model(x).square().mean() + (model.phase * (1 + 2j)).real.sum()).backward()
+        nets[0].phase.grad.imag.mul_(ranks if wrong == "an imaginary part" else 1)
+        nets[0].seen += ranks if wrong == "a buffer of the first model" else 1
+        nets[0].count[1] += len(x) if wrong == "a buffer of integers" else 1
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"accuracy {ranks if wrong == 'a printed share' else 1.0:.3f} on {ranks} ranks")
+    print(f"{100_000 + (ranks if wrong == 'a printed integer' else 1)} samples")
+    return {"loss": torch.tensor([ranks if wrong == "an array" else 1]).numpy()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("", ""),
+        ("an imaginary part", "only phase"),
+        ("a buffer of the first model", "only seen"),
+        ("a buffer of integers", "only count"),
+        ("a printed share", "what was printed"),
+        ("a printed integer", "what was printed"),
+        ("an array", "what the function returned"),
+    ],
+)
+def test_numbers_of_any_kind_and_place(wrong: str, words: str) -> None:
+    proof = proven(Program(function=with_two_models, arguments=[wrong]), ranks=[2])
+    assert proof.verdict == ("differs" if wrong else "equal"), str(proof)
+    assert words in str(proof), str(proof)
+
+
+FOLDS = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+def fold(start):
+    w, b = torch.full((3, 1), start).requires_grad_(), torch.full((1,), 2 * start).requires_grad_()
+    optimizer = torch.optim.SGD([w, b], lr=0.1)
+    for number, (x,) in enumerate(DataLoader(data, batch_size=12, sampler=DistributedSampler(data))):
+        if number == 2:
+            break
+        (x @ w + b - 1).pow(2).mean().backward()
+        for each in (w, b):
+            dist.all_reduce(each.grad)
+            each.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(96, 3))
+for number in range(1, 6):
+    fold(0.1 * number)
+    others = [torch.zeros(2) for _ in range(dist.get_rank() + 1)]
+dist.destroy_process_group()
+"""
+
+
+def test_parameters_that_take_the_places_of_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FOLDS)
+    proof = proven(Program(str(script)), ranks=(2,))
+    assert proof.verdict == "equal", str(proof)
+
+
+EVALUATION = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x, v = torch.randn(96, 3), torch.randn(40, 3)
+data, held_out = TensorDataset(x, x.sum(1, keepdim=True)), TensorDataset(v, torch.arange(40.0)[:, None])
+model = DistributedDataParallel(nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+evaluation = DataLoader(held_out, batch_size=32)
+for inputs, targets in DataLoader(data, batch_size=12, sampler=DistributedSampler(data)):
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.get_rank() == 0:
+    with torch.no_grad():
+        losses = [nn.functional.mse_loss(model.module(inputs), targets).item() for inputs, targets in evaluation]
+    print(f"validation {sum(losses) / len(losses):.4f}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_an_evaluation_by_rank_0_alone_has_the_batches_of_one_process(tmp_path: Path) -> None:
+    """Its last batch is smaller; and a training loader that nobody has sharded is still named."""
+    script = tmp_path / "script.py"
+    script.write_text(EVALUATION)
+    proof = proven(Program(str(script)), ranks=(2,))
+    assert proof.verdict == "equal", str(proof)
+    script.write_text(EVALUATION.replace(", sampler=DistributedSampler(data)", ""))
+    proof = proven(Program(str(script)), ranks=(2,))
+    assert proof.mistake == "samples-twice", str(proof)
 
 
 def test_the_last_printed_digit() -> None:

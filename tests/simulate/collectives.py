@@ -48,6 +48,21 @@ def all_reduce_of_a_view(rank: int, size: int) -> Any:
 
 
 @case
+def all_reduce_of_a_transposed_view(rank: int, size: int) -> Any:
+    whole = own(rank, 4, 3)
+    dist.all_reduce(whole.t())
+    return whole
+
+
+@case
+def all_reduce_of_sparse_tensors(rank: int, size: int) -> Any:
+    tensors = [torch.sparse_coo_tensor([[rank, 0]], [1.0, 2.0], (4,)) for _ in range(2)]
+    dist.all_reduce(tensors[0])
+    dist.all_reduce(tensors[1], async_op=True).wait()
+    return [each.to_dense() for each in tensors]
+
+
+@case
 def several_at_once(rank: int, size: int) -> Any:
     tensors = [own(rank, 2), own(rank, 3)]
     with dist._coalescing_manager():

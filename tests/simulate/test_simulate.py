@@ -95,8 +95,10 @@ def _unlike(what: str) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     elif what == "root":
         dist.broadcast(tensor, src=dw.rank())
-    elif what == "collective" and dw.rank() == 1:
+    elif what in ("collective", "monitored") and dw.rank() == 1:
         dist.barrier()
+    elif what == "monitored":
+        dist.monitored_barrier()
     else:
         dist.all_reduce(tensor)
 
@@ -109,6 +111,7 @@ def _unlike(what: str) -> None:
         ("operation", "rank 1: all_reduce(float32[3, 2], max)"),
         ("root", "rank 1: broadcast(float32[3, 2], from rank 1)"),
         ("collective", "rank 1: barrier()"),
+        ("monitored", "rank 1: barrier()"),
     ],
 )
 def test_a_mismatch_is_an_error_at_once(what: str, words: str) -> None:
@@ -361,6 +364,34 @@ def test_what_gloo_refuses_is_refused() -> None:
         simulate(_splits_unevenly, 2)
     with pytest.raises(CollectiveError, match="different collectives"):
         simulate(_unlike_parts, 2)
+
+
+def _in_a_column(collective: str) -> None:
+    column = torch.ones(3, 2)[:, 0]
+    if collective == "scatter":
+        dist.scatter(column, [torch.ones(3)] * 2 if dw.rank() == 0 else None, src=0)
+    else:
+        getattr(dist, collective)(column, **{} if collective == "all_reduce" else {"src": 0})
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "scatter"])
+def test_what_gloo_computes_wrongly_is_refused(collective: str) -> None:
+    """It takes the numbers between those of a view."""
+    with pytest.raises(CollectiveError, match=r"Give it a \.contiguous\(\) copy"):
+        simulate(_in_a_column, 2, collective)
+
+
+def _in_a_thread() -> None:
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_collective_in_a_thread_of_the_loops_own_ends_the_run() -> None:
+    """Also where it is joined, which raises nothing."""
+    with pytest.raises(RuntimeError, match="is none of a simulated rank"):
+        simulate(_in_a_thread, 2)
 
 
 def _two_steps() -> float:

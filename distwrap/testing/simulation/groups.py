@@ -21,6 +21,9 @@ from distwrap.supervision import stacks
 from distwrap.supervision.board import Board
 from distwrap.testing.simulation.scheduler import Scheduler, Words
 
+# Collectives in which gloo goes through the memory from a tensor's first number on, and does not look at its strides.
+_AS_IT_LIES = ("all_reduce", "reduce", "broadcast", "scatter")
+
 Rows = list[list[Tensor]]  # for each rank of a group its tensors
 # Returns what the ranks receive of all their tensors, given an operation, and the root's number.
 Combine = Callable[[Rows, str, Any], list[Tensor]]
@@ -269,6 +272,11 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         words += [how] * (combine is _reduced)
         words += [f"{'to' if share == 'root' else 'from'} rank {root}"] * (root is not None)
         what = f"{name}({', '.join(words)})"
+        if size > 1 and name in _AS_IT_LIES and not all(map(_is_dense, taken)):
+            raise CollectiveError(
+                f"rank {ranks[rank]} calls {what} with a view that leaves out numbers between its own: gloo would take "
+                "these for the view's without a word. Give it a .contiguous() copy, and copy the result back."
+            )
         if size > 1:  # whose operators torch's dispatcher never sees
             check_collectives_allowed(f"torch.distributed's {name}()")
         store.scheduler.event(what)
@@ -320,7 +328,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._begin("barrier", _copied, "all", [], [])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self.barrier().wait()
+        self._begin("monitored_barrier", _copied, "all", [], []).wait()
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, result: Any = None) -> Any:
         if not len(outputs) == len(inputs) == len(self._ranks):
@@ -389,7 +397,11 @@ def _write(output: Tensor, value: Tensor) -> None:
     """Write what a rank has received, as a backend does, of which autograd knows nothing."""
     if output.shape.numel() != value.shape.numel() or output.dtype != value.dtype:
         raise CollectiveError(f"rank {dist.get_rank()} was sent {_shape(value)}, and receives {_shape(output)}.")
-    output.data.copy_(value if output.layout != torch.strided else value.reshape(output.shape))
+    if output.layout == torch.strided:
+        output.data.copy_(value.reshape(output.shape))
+        return
+    with torch.no_grad():  # `data` of a sparse tensor has indices and values of its own
+        output.copy_(value)
 
 
 def _flat(tensors: Any) -> list[Tensor]:
@@ -401,6 +413,13 @@ def _shape(tensor: Tensor) -> str:
     # A backend sends memory as it lies: ranks whose tensors lie otherwise would exchange other numbers.
     lies = "" if tensor.layout != torch.strided or tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
     return f"{_dtype(tensor)}{list(tensor.shape)}{lies}"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return True
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -320,10 +320,12 @@ class Scheduler:
     def _task(self) -> Task:
         task = self.current()
         if task is None:
-            raise RuntimeError(
+            error = RuntimeError(
                 f"the thread {threading.current_thread().name!r} is none of a simulated rank: threads of your own, and "
                 "workers of loaders, cannot take part in collectives of simulated ranks."
             )
+            self.fail(error)  # which a thread that is joined would keep to itself
+            raise error
         self._refuse_at_end()
         return task
 
