@@ -1,4 +1,4 @@
-"""Private names of torch for optimizers and gradients that are divided over ranks.
+"""Private names of torch for optimizers that are divided over ranks.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """

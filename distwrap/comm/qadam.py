@@ -97,9 +97,7 @@ class _QAdamExchange(GradientExchange):
             return parameter.register_hook(lambda gradient: (add := hook()) and add(prepared, index, held()))  # type: ignore[no-untyped-call]
 
         for index, group in enumerate(prepared.param_groups):
-            own = [
-                parameter for parameter in group["params"] if id(parameter) in self._names
-            ]  # others' averages differ
+            own = (each for each in group["params"] if id(each) in self._names)  # of another model they differ
             self._handles += [listen(index, parameter) for parameter in own if parameter.requires_grad]
         return prepared
 

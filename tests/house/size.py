@@ -42,7 +42,7 @@ ROWS = {
     "_internals": Row(650, 1215, 1254, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2179, 2082, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
-    "comm": Row(1250, 1751, 1783, ("comm/",)),  # part 1
+    "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
     "convert": Row(2200, 4919, 4449, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 509, 524, ("devices/",)),  # part 1
@@ -52,7 +52,7 @@ ROWS = {
     "model": Row(850 + 750, 2437, 2390, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
-    "prove": Row(700, 980, 890, ("prove/",)),  # part 3
+    "prove": Row(700, 979, 889, ("prove/",)),  # part 3
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
     "testing": Row(1300, 1279, 1280, ("testing/",)),  # part 1
     "timing": Row(650, 831, 785, ("timing/",)),  # part 1
