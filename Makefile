@@ -65,7 +65,7 @@ nightly: $(VENV)/.installed-test
 	JOBS="$(JOBS)" $(bin)/python -m tests.nightly $(if $(ROWS),--rows '$(ROWS)') $(WORDS)
 
 gpu-report:
-	$(PYTHON) -m tests.gpu_report
+	$(PYTHON) -m tests.gpu_report --out build/gpu-report
 
 prove: $(VENV)/.installed-test
 	JOBS="$(JOBS)" $(bin)/python -m tests.nightly --rows prove

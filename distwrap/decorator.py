@@ -43,6 +43,7 @@ class GivenOptions(TypedDict, total=False):
     backend: Backend | str
     precision: PrecisionName | str | int | Precision
     comm: AlgorithmName | str | Algorithm | None
+    share_devices: bool
     seed: int | None
     timeout: float
     max_restarts: int
@@ -197,6 +198,7 @@ def distributed(
     backend: Backend | str = "auto",
     precision: PrecisionName | str | int | Precision = "32",
     comm: AlgorithmName | str | Algorithm | None = None,
+    share_devices: bool = False,
     seed: int | None = None,
     timeout: float = 600.0,
     max_restarts: int = 0,
@@ -219,6 +221,7 @@ def distributed(
     backend: Backend | str = "auto",
     precision: PrecisionName | str | int | Precision = "32",
     comm: AlgorithmName | str | Algorithm | None = None,
+    share_devices: bool = False,
     seed: int | None = None,
     timeout: float = 600.0,
     max_restarts: int = 0,
@@ -262,6 +265,8 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         precision: ``"32"``, ``"bf16"`` or ``"fp16"``; Lightning's and Accelerate's spellings are taken too.
         comm: how wrapped models exchange gradients or weights: a name out of `available_algorithms`, as
             ``"bytegrad"``, also with options, ``"local_sgd(sync_every=16)"``; or an object out of `distwrap.comm`.
+        share_devices: let ranks take turns on an accelerator where there are fewer than ranks, to try many ranks on
+            one GPU; they exchange through gloo, since NCCL refuses it.
         seed: seeds all ranks alike, and their loaders' workers apart.
         timeout: seconds for a collective, at most 120 of them for all ranks to arrive.
         max_restarts: how often all ranks are started again after one has failed; see `resume_from`.
@@ -280,9 +285,9 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         OptionError: an option is wrong, or the function is of a kind that cannot be launched.
 
     Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_NNODES``, ``_NODE_RANK``, ``_RDZV_ENDPOINT``,
-    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_SEED``, ``_TIMEOUT``, ``_MAX_RESTARTS``, ``_REPORT`` and
-    ``_LOG_DIR`` override these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in
-    this process.
+    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_SHARE_DEVICES``, ``_SEED``, ``_TIMEOUT``, ``_MAX_RESTARTS``,
+    ``_REPORT`` and ``_LOG_DIR`` override these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs
+    the function in this process.
 
     Example:
         >>> @distributed(nprocs=1)

@@ -56,6 +56,7 @@ REPORT = Text(
     "1, true, yes, on, their opposites, or a path that ends in .json",
 )
 NUMBER = Text(float, "a number of seconds")
+YES_OR_NO = Text(lambda text: _as_switch(text), "1, true, yes, on, or their opposites")
 
 
 class Declaration(NamedTuple):
@@ -154,6 +155,7 @@ class Options:
     backend: str = option("auto", _BACKEND, "the backend of the process group", WORD)
     precision: str | Precision = option("32", _known(precisions.chosen), "the precision of computation", WORD)
     comm: Algorithm | None = option(None, _comm, "how wrapped models exchange gradients or weights", WORD)
+    share_devices: bool = option(False, _SWITCH, "whether ranks may share an accelerator, to try them out", YES_OR_NO)
     seed: int | None = option(None, either(None, SEED), "the seed of all ranks", WHOLE)
     timeout: float = option(600.0, SECONDS, "seconds for a collective", NUMBER)
     max_restarts: int = option(0, whole(0), "restarts after a failure", WHOLE)

@@ -44,13 +44,19 @@ def choose_nprocs(asked: int | str, devices: Devices) -> int:
     if devices.count and asked > devices.count:
         raise OptionError(
             f"nprocs={asked}, but this node shows {devices.count} {devices.kind} device(s). "
-            f"Ask for at most {devices.count}, or hide the devices to run on the CPU{devices.hidden_by}."
+            f"Ask for at most {devices.count}, hide the devices to run on the CPU{devices.hidden_by}, or let ranks "
+            f"share them, to try them out, with share_devices=True."
         )
     return asked
 
 
-def choose_device(placement: Placement, devices: Devices) -> torch.device:
+def choose_device(placement: Placement, devices: Devices, *, shared: bool = False) -> torch.device:
     """Return this rank's device: its local rank's, or the only one it was given.
+
+    Args:
+        placement: this rank's place.
+        devices: that this process sees.
+        shared: whether ranks may share them, which then take turns.
 
     Raises:
         PlacementError: there is more than one device, but fewer than ranks on this node.
@@ -61,21 +67,34 @@ def choose_device(placement: Placement, devices: Devices) -> torch.device:
         return torch.device("cpu")
     if devices.count >= placement.local_world_size:
         return torch.device(devices.kind, placement.local_rank)
-    if devices.count == 1:  # the cluster gave each task a device of its own
-        return torch.device(devices.kind, 0)
+    if devices.count == 1 or shared:  # one: the cluster gave each task a device of its own
+        return torch.device(devices.kind, placement.local_rank % devices.count)
     raise PlacementError(
         f"{placement.local_world_size} ranks on this node see {devices.count} {devices.kind} devices: "
         f"start at most {devices.count} ranks here, or give each rank one device{devices.hidden_by}."
     )
 
 
-def choose_backend(asked: str, device: torch.device) -> str:
+def choose_backend(asked: str, device: torch.device, *, shared: bool = False) -> str:
     """Return the backend that was asked for; for ``"auto"`` the one of the device's kind.
 
+    Args:
+        asked: by the options.
+        device: this rank's.
+        shared: whether other ranks have it too.
+
     Raises:
-        OptionError: gloo is to exchange what is on devices that it does not know, or NCCL what is on no GPU.
+        OptionError: gloo is to exchange what is on devices that it does not know, or NCCL what is on no GPU, or on one
+            that ranks share.
     """
     usual = kind_of(device).backend()
+    if shared and usual == "nccl":
+        if "nccl" in asked.lower():
+            raise OptionError(
+                f"backend={asked!r}: NCCL takes no two ranks on one GPU, and with share_devices=True they share "
+                f"{device}: leave backend at 'auto', which then chooses gloo."
+            )
+        usual = "gloo"
     backend = usual if asked == "auto" else asked
     if usual != "nccl" and any(part.endswith("nccl") for part in backend.lower().split(",")):
         raise OptionError(
@@ -126,5 +145,5 @@ def check_not_shared(rank: int, device: torch.device, registrations: dict[int, d
         raise PlacementError(
             f"{named_ranks([rank, *others])} on {mine['host']} are all on the same physical device ({device} "
             f"of rank {rank}, {mine['gpu']}). Give each a device of its own (one visible to each rank, or all "
-            f"visible to all), or say setup_process_group(device=…) where sharing is meant."
+            f"visible to all), or say setup_process_group(device=…) or share_devices=True where sharing is meant."
         )

@@ -133,14 +133,17 @@ def join(
     import_before_group()
     SECONDS("timeout", options.timeout)
     simulated = simulation()
-    chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
+    visible = selection.visible_devices()
+    shared = options.share_devices and 0 < visible.count < placement.local_world_size
+    told = shared or device is not None  # that other ranks may have the same one
+    device = device or selection.choose_device(placement, visible, shared=shared)
     kind_of(device).use(device)
-    backend = selection.choose_backend(options.backend, device)
+    backend = selection.choose_backend(options.backend, device, shared=shared)
     if simulated is None:
         interfaces.check_users_choice(os.environ, backend)
     with ExitStack() as cleanup, loss_told(placement):
         if simulated is None:
-            gpu = kind_of(device).unique_name(device) if chosen is None else None
+            gpu = None if told else kind_of(device).unique_name(device)
             store = meet(placement, min(options.timeout, ARRIVAL_SECONDS), device, gpu)
             placement = assign_resources(placement, store, device, cleanup)
         else:
@@ -297,6 +300,12 @@ def announce(world: World, launcher: str) -> None:
         f"{ranks} on {nodes} ({socket.gethostname()}), {world.device.type}, {world.backend}{through}, "
         f"precision {world.options.precision}, started by {launcher}, {threads} thread{'s' * (threads > 1)} per rank"
     )
+    visible = selection.visible_devices()
+    if world.options.share_devices and 0 < visible.count < place.local_world_size:
+        say(
+            f"share_devices: {place.local_world_size} ranks take turns on {visible.count} {visible.kind} device(s), "
+            f"for trying out: this is no faster than one rank"
+        )
     strategy = world.options.strategy
     if not isinstance(strategy, str) and strategy.formerly:
         say(f"strategy={strategy.formerly!r} is here {strategy!r}")

@@ -69,7 +69,9 @@ def start(task: Task) -> Any:
                 f"strategy={options.strategy!r} runs in one process, but there are {nodes.max_nodes} nodes."
             )
         return _in_process(task)
-    nprocs = AT_LEAST_ONE(f"launcher={options.launcher!r}: count()", launcher.count(nodes.nprocs))
+    asked = nodes.nprocs
+    nprocs = asked if options.share_devices and asked != "auto" else launcher.count(asked)
+    nprocs = AT_LEAST_ONE(f"launcher={options.launcher!r}: count()", nprocs)
     if strategy.launches == "node":
         if nodes.nprocs not in ("auto", 1):
             raise OptionError(

@@ -24,6 +24,8 @@ R = TypeVar("R")
 def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30) -> list[R]:
     """Run a function on `nprocs` ranks from the warm fork server, and return the values of all ranks in rank order.
 
+    Where there are fewer accelerators than ranks, they share them.
+
     Args:
         fn: the body of the test; the process group is set up when it runs.
         nprocs: the number of ranks, which may be 1.
@@ -39,7 +41,7 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
         >>> run_ranks(abs, 1, -3)
         [3]
     """
-    return launch_ranks(nprocs, Options(timeout=timeout, returns="all"), timeout, fn, *args)
+    return launch_ranks(nprocs, Options(timeout=timeout, returns="all", share_devices=True), timeout, fn, *args)
 
 
 def launch_ranks(nprocs: int, options: Options, timeout: float, fn: Callable[..., R], *args: Any) -> list[R]:

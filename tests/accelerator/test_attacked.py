@@ -164,7 +164,7 @@ def _dropped(folder: str, at: int | None) -> list[float]:
 
 @in_nightly
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL")
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_random_numbers_of_all_devices_of_one_process(tmp_path: Path) -> None:
     """Under ``strategy="dp"`` dropout goes on on each device where it was."""
     run = dw.distributed(strategy="dp", launcher="forkserver", timeout=60)(_dropped)
@@ -176,7 +176,7 @@ class Tagged(torch.Tensor):
     """A tensor of a class of its own."""
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_objects_of_other_classes_are_on_no_other_ranks_device() -> None:
     """They come out on the CPU."""
 
@@ -229,7 +229,7 @@ def test_tensors_of_either_memory_under_any_backend(backend: str) -> None:
     assert run() == [[zero, zero, zero + one, one, one, True, "cpu"]] * 2
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_a_tensor_on_another_ranks_device() -> None:
     """A collective takes it by way of the rank's own, and gives back what is on its device."""
 
@@ -268,7 +268,7 @@ def test_a_default_device(strategy: str, tmp_path: Path) -> None:
 
 
 @in_nightly
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_gloo_for_devices_that_it_does_not_know() -> None:
     """It is refused by name."""
     if accelerator() == "cuda":

@@ -38,7 +38,7 @@ def test_tensors_on_the_wrong_device() -> None:
 
 
 @in_nightly
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_tensors_of_two_devices() -> None:
     """Two devices do not share memory."""
     first, second = (torch.ones(3, device=f"{accelerator()}:{index}") for index in (0, 1))
@@ -95,7 +95,7 @@ def test_memory_that_another_stream_uses_is_not_freed_early() -> None:
 
 
 @in_nightly
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_without_set_device_a_tensor_is_on_device_0() -> None:
     """Each rank's device is its current one; a rank that forgot that has its tensors on the first."""
 
@@ -109,7 +109,7 @@ def test_without_set_device_a_tensor_is_on_device_0() -> None:
 
 
 @in_nightly
-@pytest.mark.gpu(2, 4)
+@pytest.mark.gpu(2, 4, separate=True)
 def test_a_tensor_of_the_cpu_in_a_collective_of_devices(devices: int) -> None:
     """The devices' backend takes none, and `reduce` moves it there and back."""
 

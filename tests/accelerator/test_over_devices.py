@@ -40,7 +40,7 @@ class Seeing(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL")  # torch's, of gradients that it adds up
 @pytest.mark.parametrize("strategy", ["dp", "ddp2"])
-@pytest.mark.gpu(1, 2, 4)
+@pytest.mark.gpu(1, 2, 4, separate=True)
 def test_data_parallel(devices: int, strategy: str) -> None:
     """On one node each device computes its share of the batch, and the weights are those of one process."""
 
@@ -61,7 +61,7 @@ def test_data_parallel(devices: int, strategy: str) -> None:
 
 
 @in_nightly
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 @pytest.mark.parametrize("strategy", ["dp", "ddp2"])
 def test_devices_over_which_torch_divides_nothing(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error that names the way out."""
@@ -75,7 +75,7 @@ def test_devices_over_which_torch_divides_nothing(strategy: str, monkeypatch: py
 
 
 @in_nightly
-@pytest.mark.gpu(4)
+@pytest.mark.gpu(4, separate=True)
 @pytest.mark.parametrize("comm", ["allreduce", "local_sgd(sync_every=1)"])
 def test_two_nodes_of_two_devices(comm: str, tmp_path: Path) -> None:
     """Under ``strategy="ddp2"`` a node is one process over its two devices; gradients or weights go between nodes."""

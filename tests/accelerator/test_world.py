@@ -47,7 +47,7 @@ def _ranks_by_hand(shown: list[str], port: int) -> list[tuple[int, str, str]]:
     return [(process.wait(60), *process.communicate()) for process in ranks]
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_each_rank_is_shown_one_device() -> None:
     """Then it is number 0 for each of them, and another device."""
     ended = _ranks_by_hand(["0", "1"], free_port())
@@ -56,14 +56,14 @@ def test_each_rank_is_shown_one_device() -> None:
 
 
 @in_nightly
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_all_ranks_are_shown_all_devices() -> None:
     """Then each takes the one of its local rank."""
     ended = _ranks_by_hand(["0,1", "0,1"], free_port())
     assert [json.loads(out) for _, out, _ in ended] == [[rank, f"{accelerator()}:{rank}", rank, 2.0] for rank in (0, 1)]
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_two_ranks_on_one_device() -> None:
     """They are refused, with the device's own name, on both."""
     for code, _, err in _ranks_by_hand(["1", "1"], free_port()):
@@ -72,7 +72,7 @@ def test_two_ranks_on_one_device() -> None:
         assert "are all on the same physical device" in err
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, separate=True)
 def test_more_ranks_than_devices() -> None:
     """It is an error before any process starts, and names the variable that shows devices."""
     words = rf"nprocs=3, but this node shows 2 {accelerator()}.*{kind_of_torch().visible_by}"
@@ -80,7 +80,7 @@ def test_more_ranks_than_devices() -> None:
         dw.distributed(dw.rank, nprocs=3)()
 
 
-@pytest.mark.gpu(1, 2, 4)
+@pytest.mark.gpu(1, 2, 4, separate=True)
 def test_a_rank_for_each_device(devices: int) -> None:
     """``nprocs="auto"`` is as many as there are, each on its own, under the devices' backend."""
 

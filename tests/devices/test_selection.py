@@ -47,9 +47,18 @@ def test_the_cpu_sets_no_limit() -> None:
 
 
 def test_more_processes_than_devices_are_refused() -> None:
-    """More processes than devices is an error before any process starts, with both numbers and a way out."""
-    with pytest.raises(OptionError, match=r"nprocs=3, but this node shows 2 cuda device.*at most 2, or hide"):
+    """More processes than devices is an error before any process starts, with both numbers and the ways out."""
+    with pytest.raises(OptionError, match=r"nprocs=3, but this node shows 2 cuda device.*at most 2, hide"):
         choose_nprocs(3, TWO)
+
+
+def test_ranks_that_share_take_turns_on_the_devices() -> None:
+    """Where the word is said, the fifth of five ranks on two devices is on the first, and gloo is between them."""
+    assert [choose_device(local(rank, 5), TWO, shared=True).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert choose_backend("auto", torch.device("cuda", 0), shared=True) == "gloo"
+    assert choose_backend("gloo", torch.device("cuda", 0), shared=True) == "gloo"
+    with pytest.raises(OptionError, match="NCCL takes no two ranks on one GPU"):
+        choose_backend("cpu:gloo,cuda:nccl", torch.device("cuda", 0), shared=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
