@@ -1,13 +1,33 @@
-"""Private names of torch for calls of modules and their hooks; all were seen in version 2.13."""
+"""Calls that are others for a time, and private names of torch for calls of modules and their hooks (seen in 2.13)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+_NONE = object()  # where an attribute is that of a base class
 _CALLS = ("_call_impl", "_compiled_call_impl")
+
+
+@contextmanager
+def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes of modules and classes other values within a ``with``; what others put there meanwhile stays."""
+    own = [vars(owner).get(name, _NONE) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, value), before in zip(reversed(changes), reversed(own), strict=True):
+            if vars(owner).get(name) is not value:
+                continue
+            if before is _NONE:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
 
 def replace_calls(module: nn.Module, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

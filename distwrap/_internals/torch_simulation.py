@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
+
+from distwrap._internals.torch_calls import replaced
 
 BACKEND = "simulated"
 
@@ -48,15 +50,6 @@ def hook_tables() -> list[tuple[Any, str]]:
     modules = [import_module(name) for name in ("torch.optim.optimizer", "torch.nn.modules.module")]
     names = [(module, name) for module in modules for name in vars(module) if name.startswith("_global_")]
     return [(module, name) for module, name in names if isinstance(getattr(module, name), dict)]
-
-
-@contextmanager
-def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give attributes of modules and classes other values within a ``with``."""
-    with ExitStack() as stack:
-        for owner, name, value in changes:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
 
 
 @contextmanager

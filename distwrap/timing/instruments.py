@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import after_backward
+from distwrap._internals.torch_calls import replaced
 from distwrap._internals.torch_data import iterator_class, workers_of
 from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
@@ -84,14 +85,16 @@ class Instruments:
         steps = self._world.part(OptimizerSteps)
         placed.callback(steps.listen(Phase.BEGIN, self._before_step))
         placed.callback(steps.listen(Phase.END, self._after_step))
-        self._replace(torch.autograd, "backward", self._in_backward)
-        self._replace(torch.autograd, "grad", self._timed(Part.BACKWARD))
-        self._replace(iterator_class(), "__next__", self._in_loader)
+        exchange, counted = self._timed(Part.EXCHANGE), self._timed(Part.EXCHANGE, counted=True)
+        timed: list[tuple[Any, str, Callable[[Any], Any]]] = [
+            (torch.autograd, "backward", self._in_backward),
+            (torch.autograd, "grad", self._timed(Part.BACKWARD)),
+            (iterator_class(), "__next__", self._in_loader),
+        ]
         if self._is_divided:
-            for name in _BLOCKING:
-                self._replace(dist, name, self._timed(Part.EXCHANGE, counted=True))
-            for owner, name in waits_for_ranks():
-                self._replace(owner, name, self._timed(Part.EXCHANGE))
+            timed += [(dist, name, counted) for name in _BLOCKING]
+            timed += [(owner, name, exchange) for owner, name in waits_for_ranks()]
+        placed.enter_context(replaced([(owner, name, made(getattr(owner, name))) for owner, name, made in timed]))
 
     def count_from_here(self) -> None:
         """Forget what was counted of steps before."""
@@ -130,17 +133,6 @@ class Instruments:
     def take_away(self) -> None:
         """Take all of them away."""
         self._placed.close()
-
-    def _replace(self, owner: Any, name: str, made: Callable[[Any], Any]) -> None:
-        plain = getattr(owner, name)
-        replaced = made(plain)
-        setattr(owner, name, replaced)
-
-        def put_back() -> None:
-            if getattr(owner, name) is replaced:  # else somebody has put another in its place meanwhile
-                setattr(owner, name, plain)
-
-        self._placed.callback(put_back)
 
     def _timed(self, part: Part, *, counted: bool = False) -> Callable[[Any], Any]:
         """Return a decorator that times a function as a part, and counts its calls by the loop itself."""
