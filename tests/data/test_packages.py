@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 datasets = pytest.importorskip("datasets")
 webdataset = pytest.importorskip("webdataset")
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
+samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
 
 N = 24
 
@@ -83,6 +84,22 @@ def test_a_stateful_loader_of_a_single_process() -> None:
     again: Any = shard_loader(stateful.StatefulDataLoader(range(N), batch_size=2))
     again.load_state_dict(ours.state_dict())
     assert flat(again) == list(range(6, N))
+
+
+def test_a_stateful_loader_with_a_sampler_of_a_share() -> None:
+    """It asks its own sampler for its place, also on several ranks: its own state is its state."""
+
+    def made() -> Any:
+        sampler = samplers.StatefulDistributedSampler(range(N), 2, 1, shuffle=False)
+        return stateful.StatefulDataLoader(range(N), batch_size=2, sampler=sampler)
+
+    theirs = made()
+    with standing_on(1, 2):
+        ours, again = shard_loader(made()), shard_loader(made())
+    assert flat(islice(ours, 3)) == flat(islice(theirs, 3)) == [1, 3, 5, 7, 9, 11]
+    assert ours.state_dict() == theirs.state_dict()
+    again.load_state_dict(ours.state_dict())
+    assert flat(again)[:2] == [13, 15]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

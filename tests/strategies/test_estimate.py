@@ -15,6 +15,7 @@ from torch import nn
 
 from distwrap import distributed, optimizer_step, wrap_model, wrap_optimizer
 from distwrap.cli import main
+from distwrap.devices.cpus import allowed_memory
 from distwrap.errors import OptionError
 from distwrap.group.world import is_rank_zero
 from distwrap.model.transparent import unwrap_model
@@ -335,6 +336,11 @@ def test_auto_says_what_it_took_and_why(capsys: pytest.CaptureFixture[str], monk
         f"distwrap: strategy='auto' is 'ddp' for Net: it needs {total / 1e6:.1f} MB of 1.0 GB a rank (assuming adamw, "
         f"without activations)\n"
     )
+
+
+def test_auto_divides_the_hosts_memory_among_the_ranks_of_the_cpu() -> None:
+    """Where nobody gives the memory, it is this rank's share of what the host has."""
+    assert AutoStrategy()._memory(torch.device("cpu"), 4) == (allowed_memory() or 0) // 4 > 0
 
 
 def test_wrong_options_of_auto() -> None:
