@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distwrap.environments.base import Placement
+from distwrap.environments.variables import DEFAULT_PORT
 
 STORE = "DISTWRAP_STORE"  # the file in which the ranks meet; on several nodes tcp://host:port/launch
 LAUNCHER = "DISTWRAP_LAUNCHED"  # the launcher that started them
@@ -45,6 +46,20 @@ def variables(placement: Placement, launcher: str, store: str) -> dict[str, str]
     """Return the variables for a rank that one of our launchers starts."""
     numbers = {name: str(getattr(placement, field)) for name, field in _FIELDS.items()}
     return {**numbers, LAUNCHER: launcher, STORE: store}
+
+
+def lacking(placement: Placement, env: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables that a rank does not have, from which other libraries read its place.
+
+    Accelerate and transformers would see one process without them, and train on all of the data on each rank. Where
+    ranks meet in a file nobody listens at the port.
+    """
+    numbers = {name: getattr(placement, field) for name, field in _FIELDS.items()}
+    meeting = {
+        "MASTER_ADDR": placement.master_addr or "127.0.0.1",
+        "MASTER_PORT": placement.master_port or DEFAULT_PORT,
+    }
+    return {name: str(value) for name, value in {**numbers, **meeting}.items() if name not in env}
 
 
 def on_one_node(rank: int, world_size: int) -> Placement:

@@ -94,7 +94,7 @@ def detect_slurm(env: Mapping[str, str]) -> Placement | str:
     if "SLURM_JOB_ID" not in env:
         return "no SLURM_JOB_ID"
     step = env.get("SLURM_STEP_ID", "")
-    if not step.isdigit() or int(step) >= _NO_STEPS:
+    if not _is_step(env):
         return f"job {env['SLURM_JOB_ID']}, but no step: a shell of sbatch or salloc (srun starts tasks)"
     # The job may have asked for more tasks than this step runs.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
@@ -111,6 +111,26 @@ def detect_slurm(env: Mapping[str, str]) -> Placement | str:
     first = hosts.expand(nodelist)[0] if nodelist else None
     address, port = meeting_point(env, len(tasks), first, job, "slurm")
     return Placement(rank, world_size, local_rank, tasks[node_rank], node_rank, len(tasks), address, port, "slurm", job)
+
+
+def forgotten_srun(env: Mapping[str, str]) -> str:
+    """Return in words that srun was forgotten: this is the shell of a job of several tasks; empty where it is not.
+
+    Example:
+        >>> forgotten_srun({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"})[:47]
+        'this is one process in the shell of Slurm job 7'
+    """
+    job, tasks = env.get("SLURM_JOB_ID"), env.get("SLURM_NTASKS", "1")
+    if job is None or tasks == "1" or _is_step(env):
+        return ""
+    return (
+        f"this is one process in the shell of Slurm job {job}, which asked for {tasks} tasks: srun starts one for each"
+    )
+
+
+def _is_step(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < _NO_STEPS
 
 
 def _tasks_per_node(env: Mapping[str, str], world_size: int) -> list[int]:

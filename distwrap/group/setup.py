@@ -16,6 +16,8 @@ from distwrap.checks import SECONDS
 from distwrap.devices import selection
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Node, Placement, detect, distwrap_environment
+from distwrap.environments.ranks import forgotten_srun
+from distwrap.environments.variables import variables_set
 from distwrap.errors import LaunchError, PlacementError
 from distwrap.group import failures
 from distwrap.group.resources import assign_resources
@@ -84,6 +86,8 @@ def setup_process_group(
     found = detect(os.environ)
     placement = found if isinstance(found, Placement) else _only_rank_of(found)
     if placement.source == "single":
+        if words := forgotten_srun(os.environ):
+            say(words)
         return JoinedGroup(ours=False)
     if isinstance(device, int):
         device = torch.device(selection.visible_devices().kind, device)
@@ -146,6 +150,7 @@ def join(
             gpu = None if told else kind_of(device).unique_name(device)
             store = meet(placement, min(options.timeout, ARRIVAL_SECONDS), device, gpu)
             placement = assign_resources(placement, store, device, cleanup)
+            cleanup.enter_context(variables_set(distwrap_environment.lacking(placement, os.environ)))
         else:
             store = simulated.meet(placement)
         # Now, since the store is certainly there. Where there is no clone, the channel's thread waits now and then for

@@ -13,6 +13,7 @@ from distwrap import retrofit
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.devices.selection import check_backend, visible_devices
 from distwrap.environments import Node, Placement, detect, distwrap_environment
+from distwrap.environments.ranks import forgotten_srun
 from distwrap.errors import MainGuardError, OptionError
 from distwrap.group import failures, setup
 from distwrap.group.collectives import gather_object
@@ -79,6 +80,8 @@ def start(task: Task) -> Any:
             )
         nprocs = 1
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
+        if words := forgotten_srun(os.environ):
+            say(words)
         return _in_process(task)
     _check_arguments(task)
     if options.log_dir is not None and not launcher.writes_logs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -43,6 +44,33 @@ def finished(slurm: Slurm, job: str, folder: Path, seconds: float = 150) -> Ende
 def _state(slurm: Slurm, job: str) -> str:
     shown = slurm.run("scontrol", "show", "job", job).stdout
     return shown.partition("JobState=")[2].partition(" ")[0]
+
+
+SEEN = """
+import os, distwrap as dw
+from accelerate import Accelerator
+
+@dw.distributed(timeout=60)
+def main():
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    return dw.gather_object((Accelerator(cpu=True).num_processes, [*map(os.environ.get, names[:4])]))
+
+if __name__ == "__main__":
+    print(main(), "MASTER_ADDR" in os.environ)
+"""
+
+
+def test_another_library_sees_the_world_of_srun(slurm: Slurm, tmp_path: Path) -> None:
+    """Accelerate, which reads torchrun's variables, finds the ranks; without srun a line says that it was forgotten."""
+    script = tmp_path / "seen.py"
+    script.write_text(SEEN)
+    done = srun(slurm, "-n2", sys.executable, str(script))
+    assert done.code == 0, done.output
+    both = [(2, ["0", "0", "2", "2"]), (2, ["1", "1", "2", "2"])]
+    assert done.output.count(f"{both} False") == 2, done.output
+    alone = slurm.run("salloc", "-n2", sys.executable, str(script), **environment(DISTWRAP_QUIET="0"))
+    assert "[(1, [None, None, None, None])] False" in alone.stdout
+    assert "which asked for 2 tasks: srun starts one for each" in alone.stderr
 
 
 @in_nightly

@@ -19,6 +19,7 @@ from distwrap.environments import (
     explain,
     print_notice_once,
 )
+from distwrap.environments.ranks import forgotten_srun
 from distwrap.errors import PlacementError
 
 Env = dict[str, str]
@@ -404,3 +405,12 @@ def test_a_broken_detector_is_passed_over(
         "distwrap: the detector 'acme' of an installed package (acme_cluster:detect) failed and is ignored"
     )
     assert why in explain({})["acme"]
+
+
+def test_srun_was_forgotten() -> None:
+    """In the shell of a job that asked for several tasks, and nowhere else."""
+    shells = [name for name, env in ALONE.items() if forgotten_srun(env)]
+    assert shells == [
+        name for name, env in ALONE.items() if env.get("SLURM_JOB_ID") and "STEP_NUM_TASKS" not in str(env)
+    ]
+    assert len(shells) == 5

@@ -66,6 +66,19 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
     assert told == [["sum 1", "sum 3", "done"]] * 2, outputs
 
 
+def _seen() -> tuple[int, list[str | None]]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return pytest.importorskip("accelerate").Accelerator(cpu=True).num_processes, [*map(os.environ.get, names)]
+
+
+@pytest.mark.processes("the variables are those of a process")
+def test_other_libraries_see_the_world() -> None:
+    """Each rank has torchrun's variables as long as its group is there, and Accelerate reads them."""
+    meeting = ["127.0.0.1", "29500"]
+    assert run_ranks(_seen, 2) == [(2, ["0", "0", "2", "2", *meeting]), (2, ["1", "1", "2", "2", *meeting])]
+    assert "MASTER_ADDR" not in os.environ
+
+
 @pytest.mark.slow("two programs")
 def test_the_store_of_the_group_before(tmp_path: Path) -> None:
     """A rank that is early for the next group waits where rank 0 still closes the store of the one before."""
