@@ -1,4 +1,4 @@
-"""Calls that are others for a time, and private names of torch for calls of modules and their hooks (seen in 2.13)."""
+"""Calls that are others for a time, and private names of torch for calls and hooks; all were seen in version 2.13."""
 
 from __future__ import annotations
 
