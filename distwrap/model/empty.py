@@ -6,7 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/meta.html
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def _setter() -> list[str]:
 def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = None) -> None:
     """Give a model that was made without numbers its numbers, one module at a time.
 
-    A module that draws numbers of others inside of it, as torch's ``Transformer``, is whole while it does.
+    A module with others inside of it whose numbers it may draw, as torch's ``Transformer``, is whole while it does.
 
     Args:
         net: the model, whose parameters may be divided.
@@ -122,43 +122,30 @@ def drawn_seed() -> int:
 
 
 def _groups(net: nn.Module, drawn: dict[str, nn.Module]) -> list[list[nn.Module]]:
-    """Return the modules that draw numbers, each by itself, or one that draws others' too together with those."""
+    """Return the modules that draw numbers, each by itself, or one that may draw others' too together with those."""
     groups: list[list[nn.Module]] = []
     outer: str | None = None
     for name, part in net.named_modules():
         if outer is not None and (not outer or name.startswith(f"{outer}.")):
-            if name in drawn or _draws_inside(part):
+            if name in drawn or _may_draw_inside(part):
                 groups[-1].append(part)
             continue
-        outer = name if _draws_inside(part) else None
+        outer = name if _may_draw_inside(part) else None
         if outer is not None or name in drawn:
             groups.append([part])
     if outer == "":
         say_once(
             "drawn at once",
-            f"init_empty(): reset_parameters() of {type(net).__name__} also draws the numbers of the modules "
-            "inside of it, so each rank holds all of them whole until they are drawn. To save memory, let each "
-            "module draw its own.",
+            f"init_empty(): reset_parameters() of {type(net).__name__} may draw the numbers of all modules inside of "
+            "it, so each rank holds all of them whole until they are drawn. To save memory, let each module draw its "
+            "own, and this one none.",
         )
     return groups
 
 
-def _draws_inside(part: nn.Module) -> bool:
-    """Return whether a module, as it draws its numbers, uses parameters of others inside of it; it is tried empty."""
-    if reset_of(part) is None or not any("." in name for name, _ in part.named_parameters()):
-        return False
-    used = False
-
-    def look(operator: Any, args: tuple[Any, ...]) -> None:
-        nonlocal used
-        used = used or any(id(tensor.untyped_storage()) in inside for tensor in tensors_in(args))
-
-    with _whole([*part.modules()], "meta"):
-        storages = [value.untyped_storage() for name, value in part.named_parameters() if "." in name]
-        inside = {id(storage) for storage in storages}
-        with suppress(Exception), watch_operators(look):  # what it raises without numbers says nothing
-            _reset(part)
-    return used
+def _may_draw_inside(part: nn.Module) -> bool:
+    """Return whether a module's ``reset_parameters()`` may draw the numbers of others inside of it, which it has."""
+    return reset_of(part) is not None and any("." in name for name, _ in part.named_parameters())
 
 
 def _make_room(net: nn.Module, device: torch.device) -> None:
