@@ -14,7 +14,7 @@ from distwrap._internals.torch import DDPSteps, import_compiler
 from distwrap.errors import ModelError
 from distwrap.group.world import say_once
 from distwrap.model import diagnosis
-from distwrap.model.buffers import Buffers
+from distwrap.model.buffers import Buffers, statistics_of
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
 from distwrap.model.gradients import Average, Gradients
 from distwrap.model.proxy import ModelProxy
@@ -267,6 +267,12 @@ class DistributedModel(ModelProxy, DistributedDataParallel):
         super().train(mode)
         if pauses and routing.buffers is not None:
             routing.buffers.pause(waits=not routing.inner.trains_alone)
+        elif pauses and routing.inner.broadcast_buffers and statistics_of(routing.model):
+            say_once(
+                "own statistics",
+                f"eval() sees this rank's own running statistics of {type(routing.model).__name__}: here DDP takes "
+                "over rank 0's in forwards with gradients alone. Call sync_buffers(model) on all ranks before.",
+            )
         if pauses and routing.gradients.watch is not None:
             routing.gradients.watch.pause()
         if mode:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distwrap._internals.torch import compiled_module
+from distwrap.errors import ModelError
 from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world
@@ -120,12 +122,26 @@ class WrappedModels(RunPart):
         return held is not None and held() is users
 
     def close(self) -> None:
-        """Let the models go on as bare ones, without the process group, unless that is the user's, which stays."""
-        for model, gradients in list(self.gradients()) if self._world.group is not None else ():
+        """Let the models go on as bare ones, without the process group, unless that is the user's, which stays.
+
+        There a model goes on under DDP, but not under an algorithm of ``comm=``, which was the run's.
+        """
+        for model, gradients in list(self.gradients()):
             handle = self.handles[model]
-            gradients.forget()
-            handle.end_exchange()
-            handle.routing.release(model)
+            if self._world.group is not None:
+                gradients.forget()
+                handle.end_exchange()
+                handle.routing.release(model)
+            elif handle.exchange is not None:
+                handle.routing.look_with(_refuse_training)
+
+
+def _refuse_training(_: object) -> None:
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "this model was wrapped under comm= in a run that has ended, and so has the exchange with the other ranks: "
+            "each would train a model of its own (DW104). Wrap it again: model = wrap_model(unwrap_model(model))."
+        )
 
 
 def bind(thing: nn.Module | Optimizer, strategy: Strategy, *, own: bool = False) -> None:

@@ -119,6 +119,28 @@ def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("two programs")
+def test_models_in_a_group_of_the_users(tmp_path: Path) -> None:
+    """A model of a run with comm= is not trained after it, as nothing exchanges its weights; statistics are told of."""
+    outputs = outputs_of(
+        "os.environ['DISTWRAP_QUIET'] = '0'\n"
+        "dist.init_process_group('gloo')\n"
+        "@dw.distributed(comm='local_sgd(sync_every=2)')\n"
+        "def main(): return dw.wrap_model(torch.nn.Linear(2, 1))\n"
+        "model = main()\n"
+        "with torch.no_grad(): model(torch.ones(1, 2))\n"
+        "try: model(torch.ones(1, 2))\n"
+        "except dw.errors.ModelError as error: print('said', error)\n"
+        "model = dw.wrap_model(torch.nn.Sequential(dw.unwrap_model(model), torch.nn.BatchNorm1d(1)))\n"
+        "model(torch.randn(4, 2)).sum().backward()\n"
+        "model.eval()\n"
+        "dist.destroy_process_group()\n",
+        tmp_path,
+    )
+    assert all("said this model was wrapped under comm= in a run that has ended" in each for each in outputs), outputs
+    assert [each.count("eval() sees this rank's own running statistics") for each in outputs] == [1, 0], outputs
+
+
+@pytest.mark.slow("two programs")
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     """When a rank does not come, those that wait say which one, in time."""
     start = time.monotonic()
