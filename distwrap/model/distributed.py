@@ -215,7 +215,10 @@ class DistributedRouting(Routing):
     def _end(self, output: Any, call: MethodCall) -> Any:
         gradients, ddp = self.gradients, self.inner
         if torch.is_grad_enabled():
-            if not call.prepared and gradients.average is Average.NONE and has_gradient(output):
+            none_due = gradients.average is Average.NONE or (
+                gradients.average is Average.LEFT_OUT and ddp.require_backward_grad_sync
+            )
+            if not call.prepared and none_due and has_gradient(output):
                 self._prepare(call)  # it has used parameters without calling a module
             if call.prepared and ddp.needs_outputs:
                 output = ddp.end(output, call.again)

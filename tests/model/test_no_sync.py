@@ -124,6 +124,31 @@ def test_a_static_graph_may_accumulate() -> None:
             assert mine == pytest.approx(parameter.grad.flatten().tolist(), rel=0, abs=1e-12)
 
 
+class Direct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w * x).sum()
+
+
+def _summed_by_a_method() -> list[float]:
+    model: Any = dw.wrap_model(Direct())
+    x = torch.arange(1.0, 4.0, dtype=torch.float64) * (1 + dw.rank())
+    with dw.no_sync(model):
+        model.loss(x).backward()
+    model.loss(x * x).backward()
+    return model.w.grad.tolist()  # type: ignore[no-any-return]
+
+
+def test_a_method_that_calls_no_module() -> None:
+    """Its backward outside of no_sync() averages, though the one before was inside."""
+    x = torch.arange(1.0, 4.0, dtype=torch.float64)
+    mean = sum((1 + rank) * x + ((1 + rank) * x) ** 2 for rank in range(2)) / 2
+    assert run_ranks(_summed_by_a_method, 2) == [mean.tolist()] * 2  # type: ignore[union-attr]
+
+
 def test_a_step_over_gradients_of_one_rank_is_refused() -> None:
     """Inside, and after a last batch that was left out; another model's optimizer may step, and a right loop."""
 
