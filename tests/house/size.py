@@ -49,7 +49,7 @@ ROWS = {
     "environments": Row(420, 542, 480, ("environments/",)),  # part 3
     "group": Row(1000, 1588, 1524, ("group/",)),  # part 3
     "launch": Row(2300, 3765, 3539, ("launch/",)),  # part 3
-    "model": Row(850 + 750, 2426, 2379, ("model/",)),  # part 1; 750 for checks, in a room of their own
+    "model": Row(850 + 750, 2446, 2390, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 979, 889, ("prove/",)),  # part 3
