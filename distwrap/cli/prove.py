@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,11 @@ def run(given: argparse.Namespace) -> int:
         raise OptionError(f"there is no script {given.script}")
     options = {name: getattr(given, name) for name in ("allow_writes", "double", "real", "steps", "epochs", "batch")}
     program = Program(str(Path(given.script).resolve()), arguments_of_script(given), **options)
-    proof = prove_program(program, ranks=given.ranks, resume=given.resume)
+    try:
+        proof = prove_program(program, ranks=given.ranks, resume=given.resume)
+    except KeyboardInterrupt:  # the frames would be ours: the loop runs in other processes, which have ended by now
+        print("distwrap prove: interrupted, so nothing is proven", file=sys.stderr)
+        return 130
     if given.junit:
         given.junit.write_text(proof.as_junit())
     print(json.dumps(proof.as_json(), indent=1) if given.json else proof)

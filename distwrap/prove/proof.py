@@ -94,7 +94,7 @@ class Proof:
         for each in self.comparisons:
             counts |= each.compared
         steps = min((each.steps for each in self.comparisons), default=0)
-        begun = f"{steps} steps" if steps else "the first step" if self._wrong() else "no step"
+        begun = f"{steps} step{'s' * (steps > 1)}" if steps else "the first step" if self._wrong() else "no step"
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
         return f"{begun} in one process and on {ranks} ranks" + (f" ({kinds})" if kinds else "")
 

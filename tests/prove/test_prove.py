@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 from distwrap.cli import main
 from distwrap.errors import LaunchError, OptionError, ProofError
-from distwrap.prove import world
+from distwrap.prove import proof, world
 from distwrap.prove.catalogue import CATALOGUE
 from distwrap.prove.proof import Proof, prove_program as proven
 from distwrap.prove.world import Program
@@ -147,6 +147,17 @@ if __name__ == "__main__":
     import sys
     main(sys.argv[1])
 """
+
+
+def test_an_interrupted_proof(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends it with a line in the place of our frames."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(proof, "prove_program", interrupted)
+    assert main(["prove", __file__]) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_a_proof_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
