@@ -37,8 +37,7 @@ _REFRESH = {"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refre
 _PROGRESS_SECONDS = 30.0  # for which a killed peer still counts
 _LOOK_SECONDS = 0.05
 _CLOSE_SECONDS = 10.0
-_MISSES = 3  # global steps in a row without all ranks of this run, or without any peer
-_STRANGERS_SECONDS = 75.0  # after which a killed peer of another run is forgotten
+_MISSES = 3  # global steps in a row without all ranks of this run
 _LEAST = 1e-6  # weight of a peer without samples: with only such peers the mean would be 0 / 0
 _ALIKE = 1e-4  # of the norm: the largest rounding error of averaged weights
 
@@ -127,6 +126,9 @@ class PeerSteps:
         user: the user's optimizer, whose groups, state and hooks are those of this one.
         key: hivemind's name of this training.
         target: the samples of all peers in a global step.
+        users: the user's optimizer as hivemind steps it.
+        samples: the samples of this rank since the start.
+        here: a name of this rank, for messages.
         is_over: whether the run has ended, after which it steps as the user's.
     """
 
@@ -140,8 +142,8 @@ class PeerSteps:
         self._world, self._options, self._peers = world, options, world.part(Peers)
         self.key = options.run_id if number == 1 else f"{options.run_id}_{number}"
         self.target, self.parameters = options.target(world.placement.world_size), [*parameters_of(optimizer).values()]
-        self._users = UsersOptimizer(optimizer)
-        self._misses, self._missed_seconds, self._size, self._given, self.samples = 0, 0.0, 0, 0, 0
+        self.users, self.here = UsersOptimizer(optimizer), self._peers.here
+        self._misses, self._size, self._given, self.samples = 0, 0, 0, 0
         refuse_whole(optimizer)
         for parameter in self.parameters:
             if parameter.dtype != torch.float32:
@@ -190,26 +192,6 @@ class PeerSteps:
         self.user.load_state_dict(state_dict)
 
     @property
-    def here(self) -> str:
-        """A name of this rank, for messages."""
-        return self._peers.here
-
-    @property
-    def changes(self) -> int:
-        """The number of steps that have changed the weights."""
-        return self._users.steps
-
-    @property
-    def in_step(self) -> bool:
-        """Whether the user's optimizer steps."""
-        return self._users.in_step
-
-    @property
-    def pending(self) -> int:
-        """The number of samples of this rank since the last global step."""
-        return int(self.tracker.local_progress.samples_accumulated)
-
-    @property
     def is_due(self) -> bool:
         """Whether hivemind would begin a global step, and a peer has samples for it."""
         return bool(self.tracker.ready_to_update_epoch) and self.tracker.global_progress.samples_accumulated > 0
@@ -225,7 +207,7 @@ class PeerSteps:
                 loss = closure()
         touched = {id(each) for each in self.parameters if each.grad is not None}
         if touched:  # else nothing happens, as in any optimizer without gradients
-            self._users.touched |= touched
+            self.users.touched |= touched
             self.samples += self._options.samples()
             with self._gradients_kept(only=touched):
                 self._go_on(self._options.samples())
@@ -282,7 +264,7 @@ class PeerSteps:
             run_id=self.key,
             target_batch_size=self.target,
             batch_size_per_step=options.samples(),
-            optimizer=self._users,
+            optimizer=self.users,
             matchmaking_time=options.matchmaking_seconds,
             averaging_timeout=options.averaging_seconds,
             load_state_timeout=options.averaging_seconds,
@@ -317,7 +299,7 @@ class PeerSteps:
         return {f"the mean of {name}": each for name, each in processes.items() if each is not None}
 
     def _raise_error(self) -> None:
-        error, self._users.error = self._users.error, None
+        error, self.users.error = self.users.error, None
         if error is not None:
             raise error
 
@@ -330,7 +312,7 @@ class PeerSteps:
             LaunchError: no peer has given them.
         """
         deadline = time.monotonic() + self._options.averaging_seconds
-        while not self._users.loads:
+        while not self.users.loads:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"{self.here}: no peer has given its weights within "
@@ -372,7 +354,7 @@ class PeerSteps:
                     "killed, or did memory run out? Start the run again; with initial_peers= it takes over the "
                     "weights of its peers."
                 )
-        before, began, users = self.local_epoch, time.monotonic(), self._users
+        before, users = self.local_epoch, self.users
         steps, loads = users.steps, users.loads
         if self.grad_averager is not None:
             self.grad_averager.latest = None
@@ -387,25 +369,25 @@ class PeerSteps:
                     every_rank=True,
                 )
             else:
-                self._judge(users.steps > steps, time.monotonic() - began)
+                self._judge(users.steps > steps)
             self._given = 0
             users.touched.clear()
 
-    def _judge(self, has_stepped: bool, seconds: float) -> None:
+    def _judge(self, has_stepped: bool) -> None:
         """Check a global step.
 
         Raises:
             CollectiveError: several in a row lacked other ranks or any peer, or lost a part.
         """
-        options, epoch, is_alone = self._options, self.local_epoch, self._world.placement.world_size == 1
+        options, epoch = self._options, self.local_epoch
         problem = "" if options.local_updates else self._problem(has_stepped)
         problem = self._compare(is_averaged=epoch % options.average_state_every == 0) or problem
         if not problem:
-            self._misses, self._missed_seconds = 0, 0.0
+            self._misses = 0
             return
-        self._misses, self._missed_seconds = self._misses + 1, self._missed_seconds + seconds
+        self._misses += 1
         text = f"{self.here}: in global step {epoch} {problem}"
-        if self._misses >= _MISSES and (not is_alone or self._missed_seconds > _STRANGERS_SECONDS):
+        if self._misses >= _MISSES and self._world.placement.world_size > 1:  # others may go, and are forgotten
             raise CollectiveError(
                 f"{text}, as in {self._misses} such steps in a row. The peers train apart. Do all ranks still call "
                 f"step()? Do all peers have the same model, and target_batch_size? Is a step of one of them longer "
@@ -517,7 +499,7 @@ class Collaborations(RunPart):
 
     def _refuse_alone(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = next((each for each in self._all if each.user is optimizer), None)
-        if found is not None and (found.in_step or found.is_over):
+        if found is not None and (found.users.in_step or found.is_over):
             return
         strategy = bound_strategy(optimizer)
         of_model = strategy is not None and not strategy.same_weights

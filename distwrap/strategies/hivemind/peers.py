@@ -74,11 +74,9 @@ class Peers(RunPart):
         folder = locked_folder.make(_KIND, _PLACE)
         self._end.callback(locked_folder.remove, folder)
         self._end.callback(put_sockets_in, put_sockets_in(f"/unix{folder}/"))
-        if rank == 0:
-            self.dht = self._started(hivemind, options.initial_peers)
-        first: list[str] = broadcast([str(each) for each in self.dht.get_visible_maddrs()] if self.dht else [])
-        if rank > 0:
-            self.dht = self._started(hivemind, options.initial_peers if options.client_mode else first)
+        dht: Any = self._started(hivemind, options.initial_peers) if rank == 0 else None
+        first: list[str] = broadcast([str(each) for each in dht.get_visible_maddrs()] if dht else [])
+        self.dht = dht or self._started(hivemind, options.initial_peers if options.client_mode else first)
         self.ids = gather_object(str(self.dht.peer_id))
         size, inside = self._world.placement.world_size, all("/127.0.0.1/" in each for each in first)
         say(

@@ -177,9 +177,9 @@ class HivemindStrategy(Strategy):
 
     def step(self, optimizer: Optimizer) -> bool | None:
         """Step an optimizer, and return whether the weights changed, so that a scheduler counts global steps."""
-        before = optimizer.changes if isinstance(optimizer, PeerSteps) else -1
+        before = optimizer.users.steps if isinstance(optimizer, PeerSteps) else -1
         optimizer.step()
-        return not isinstance(optimizer, PeerSteps) or optimizer.changes > before
+        return not isinstance(optimizer, PeerSteps) or optimizer.users.steps > before
 
     def consolidate(self, model: nn.Module) -> None:
         """Give every rank the newest weights, when all ranks are here and due rounds are averaged."""

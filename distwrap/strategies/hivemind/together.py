@@ -30,7 +30,9 @@ def bring_together(one: Any, world: World, *, take: bool) -> None:
     """
     if world.placement.world_size > 1:
         _await_all(one, world)
-    epochs, pending = zip(*gather_object((one.local_epoch, one.pending)), strict=True)
+    epochs, pending = zip(
+        *gather_object((one.local_epoch, one.tracker.local_progress.samples_accumulated)), strict=True
+    )
     if not take:
         _judge_end(one, max(epochs), sum(pending))
         return
@@ -91,7 +93,7 @@ def _judge_end(one: Any, epoch: int, pending: int) -> None:
         ModelError: the run has counted samples, but never changed a weight.
     """
     done = "" if pending < one.target else " Call consolidate(model) at the end, which takes the step that is due."
-    if one.samples and not one.changes and not epoch:
+    if one.samples and not one.users.steps and not epoch:
         raise ModelError(
             f"{one.here}: the run ends before its first global step, so nothing was trained: all ranks have "
             f"{pending} samples together, and target_batch_size={one.target}."
