@@ -86,7 +86,16 @@ def horovod_by_hand(model: nn.Module) -> Prepared:
 
 def distwrap_engine(model: nn.Module) -> Prepared:
     prepared = distwrap_way(model)
-    return Prepared(prepared.model, prepared.optimizer)  # whose state nobody asks for: an engine would put it together
+    # Nobody asks for its state: an engine would put it together.
+    return Prepared(prepared.model, prepared.optimizer, step=distwrap_step)
+
+
+def distwrap_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    import distwrap
+
+    optimizer.zero_grad()
+    distwrap.backward(model(x))
+    distwrap.optimizer_step(optimizer)
 
 
 WAYS: Ways = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,29 +51,3 @@ def put_back_calls(module: nn.Module, own: dict[str, Any]) -> None:
         vars(module).pop(name, None)
         if name in own:
             vars(module)[name] = own[name]
-
-
-def run_new_pre_hooks(module: nn.Module, known: Collection[int], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Run forward pre-hooks that were registered after a call began, and return the arguments.
-
-    Hooks that take keyword arguments are left out.
-
-    Relies on ``torch:nn.Module()._forward_pre_hooks``, ``torch:nn.Module()._forward_pre_hooks_with_kwargs``.
-    Without it: a method that makes an engine of stage 3 misses the weights of the module that it calls first.
-    """
-    left_out = {*known, *getattr(module, "_forward_pre_hooks_with_kwargs", ())}
-    for key, hook in list(getattr(module, "_forward_pre_hooks", {}).items()):
-        if key not in left_out:
-            result = hook(module, args)
-            if result is not None:
-                args = result if isinstance(result, tuple) else (result,)
-    return args
-
-
-def pre_hooks_of(module: nn.Module) -> set[int]:
-    """Return the ids of a module's forward pre-hooks.
-
-    Relies on ``torch:nn.Module()._forward_pre_hooks``.
-    Without it: as for `run_new_pre_hooks`.
-    """
-    return set(getattr(module, "_forward_pre_hooks", {}))

@@ -148,12 +148,7 @@ class MethodCall:
         prepared: whether one was with gradients on, so that its backward is prepared.
         again: whether there was a forward before it that had no backward yet.
         inside: what ends with the method.
-        module: the one that was called first.
-        args: its arguments, in whose place others may be put.
     """
-
-    module: nn.Module
-    args: tuple[Any, ...]
 
     def __init__(self, model: Routing, inside: ExitStack) -> None:
         self.begun = self.prepared = self.again = False
@@ -174,14 +169,12 @@ class MethodCall:
         """Look no more."""
         self._handle.remove()
 
-    def _on_call(self, module: nn.Module, args: Any) -> Any:
+    def _on_call(self, module: nn.Module, args: Any) -> None:
         if id(module) not in self._model._parts or get_ident() != self._thread:  # another thread evaluates the model
-            return None
-        self.module, self.args = module, args
+            return
         if not self._model._begin(self):
             self.stop()
         self.begun = True
-        return None if self.args is args else self.args
 
 
 def check_forward_methods(model: nn.Module, forward_methods: ForwardMethods) -> None:

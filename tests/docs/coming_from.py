@@ -25,7 +25,7 @@ from tests.ports import free_port
 
 PAGES = DOCS / "coming_from"
 PROGRAMS = PAGES / "programs"
-AFTER = "after.py"  # what the programs before become, but for two that have a program after of their own
+AFTER = "after.py"  # what the programs before become, but for three that have a program after of their own
 NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "index")
 
 # With these words torch ends a process now and then while threads of gloo are still there, as in programs of others.

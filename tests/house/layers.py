@@ -23,10 +23,7 @@ TYPES_FROM_ABOVE = {
 }
 
 # Imports for types that close a circle. No new ones: what several rooms name stands in protocols.py.
-CLOSE_A_CIRCLE = {
-    ("distwrap.strategies.fsdp.sharded", "distwrap.strategies.fsdp.strategy"),
-    ("distwrap.strategies.hivemind.together", "distwrap.strategies.hivemind.optimizer"),
-}
+CLOSE_A_CIRCLE = {("distwrap.strategies.fsdp.sharded", "distwrap.strategies.fsdp.strategy")}
 
 # The fork server imports all public names, so that the ranks need not.
 TAKES_ALL = ("distwrap.launch.server", "distwrap")

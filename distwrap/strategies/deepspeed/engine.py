@@ -1,36 +1,38 @@
-"""A DeepSpeed engine with one model and one optimizer of the user's, and its steps.
+"""A DeepSpeed engine with one model and one optimizer of the user's, which `wrap_optimizer` makes.
 
-The engine gets an optimizer of the same class and options, whose tensors it replaces by its own shares. The user's
-optimizer stays: schedulers change its rates, and its step runs the engine's, which leaves no gradients for its own.
+The engine gets an optimizer of the same class and options, whose tensors it replaces by its own shares. The loop steps
+an `EngineOptimizer`, which has the groups and the hooks of the user's optimizer.
 
 Source: https://deepspeed.readthedocs.io/en/latest/training.html
 """
 
 from __future__ import annotations
 
-import gc
+import logging
+import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.torch import after_backward, version_of
-from distwrap._internals.torch_tree import tensors_in
-from distwrap.errors import ModelError, PrecisionError
-from distwrap.group.optimizer_steps import OptimizerSteps, Phase, has_closure
+from distwrap._internals.deepspeed import forget_group, without_compiler
+from distwrap._internals.torch import version_of
+from distwrap.environments.variables import variables_set
+from distwrap.errors import ModelError
+from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World
-from distwrap.live_objects import instances
 from distwrap.model.drift import Drift
 from distwrap.model.wrapped_models import parameters_of
-from distwrap.strategies.deepspeed.config import on_nvme
-from distwrap.strategies.deepspeed.gradients import EngineGradient
-from distwrap.strategies.deepspeed.package import environment, forget_group, import_deepspeed, quiet, without_compiler
+from distwrap.strategies.deepspeed.state import full_optimizer_state, load_optimizer_state
 from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.strategies.optimizer_share import refuse_whole
+
+_OF = "distwrap engine"
 
 
 class ModelEngine:
@@ -45,11 +47,14 @@ class ModelEngine:
 
     Attributes:
         net: the user's model.
-        optimizer: the user's, if somebody still holds it.
-        parameters: the parameters that the engine trains.
+        user: the user's optimizer.
+        optimizer: what the loop steps in its place.
+        deepspeed: the ``DeepSpeedEngine``.
+        parameters: the parameters that the engine trains, and their names.
         inner: the optimizer that the engine steps.
         taken: whether the last step was taken; an overflow under fp16 skips it.
-        scales: whether losses are scaled, as under fp16.
+        has_gradients: whether there was a backward since the last step or ``zero_grad``.
+        is_at_work: whether a backward or a step of the engine is running.
         is_on_nvme: whether the stepped copy of the weights is on NVMe.
     """
 
@@ -58,80 +63,101 @@ class ModelEngine:
     ) -> None:
         refuse_whole(optimizer, in_pieces=True)
         refuse_scope(optimizer, ("element",))
-        self.net, self.optimizer, self.rank = net, ref(optimizer), world.placement.rank
-        self.stage: int = config["zero_optimization"]["stage"]
-        self.is_on_nvme = "optimizer" in on_nvme(config)
-        self.taken, self.scales = True, bool(config.get("fp16", {}).get("enabled"))
-        self.parameters = [each for each in parameters_of(optimizer).values() if each.requires_grad]
-        self._groups = len(optimizer.param_groups)
-        self.inner = _twin(optimizer)
+        zero = config["zero_optimization"]
+        self.net, self.user, self.rank, self.stage = net, optimizer, world.placement.rank, int(zero["stage"])
+        self.is_on_nvme = zero.get("offload_optimizer", {}).get("device") == "nvme"
+        self.taken, self.has_gradients, self.is_at_work, self._is_used_up = True, False, False, False
+        self.mark = object()  # on the nodes of outputs, which must not hold the engine
+        trained = self._trained()
+        self.parameters = {each: name for name, each in net.named_parameters() if id(each) in trained}
+        self.inner, self.optimizer = _twin(optimizer), EngineOptimizer(self)
         world.part(Drift).apart.add(self.inner)
-        deepspeed = import_deepspeed(world, verbose=verbose)
-        with quiet(verbose), environment(world), without_compiler():
-            try:
-                self.deepspeed: Any = deepspeed.initialize(
-                    model=net, optimizer=self.inner, config=config, dist_init_required=False
-                )[0]
-            except ValueError as error:
-                if "not supported on your device" in str(error):
-                    raise PrecisionError(f"rank {self.rank}: {error} Use precision='bf16' or '32'.") from None
-                raise
+        deepspeed = world.part(Engines).package(verbose=verbose)
+        with quiet(verbose), without_compiler():
+            self.deepspeed: Any = deepspeed.initialize(
+                model=net, optimizer=self.inner, config=config, dist_init_required=False
+            )[0]
         self._clip = float(self.deepspeed.gradient_clipping())
-        self._is_in_backward = self._is_handed = self._has_ended = False
-        if self.stage > 1:
-            self._note_ends()
+        self._reached: set[nn.Parameter] = set()
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
         self.note_weights()
 
-    def watch(self, outputs: Any) -> Any:
-        """Return a forward's outputs with the engine's hooks for their backward."""
-        for output in tensors_in(outputs):
-            if output.requires_grad:
-                output.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
-        self.deepspeed.__dict__["module"] = lambda: outputs
-        try:
-            return self.deepspeed.forward()
-        finally:
-            del self.deepspeed.__dict__["module"]
-
-    def take_over_weights(self) -> None:
-        """Copy changes that the loop has made to the weights, as by a clamp, into the engine's own copy.
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss, which is scaled under fp16.
 
         Raises:
-            ModelError: a weight was changed while its numbers were divided over the ranks.
+            ModelError: the loop has not called ``zero_grad`` since the last step.
         """
-        zero = self.deepspeed.optimizer
-        if self.stage == 3:
-            for name, parameter in self.net.named_parameters():
-                if id(parameter) in self._versions and version_of(parameter) != self._versions[id(parameter)]:
-                    raise ModelError(
-                        f"rank {self.rank}: {name!r} was changed by hand, but its numbers are divided over the "
-                        "ranks, so the change had no effect. Change it inside gathered_weights(model), from "
-                        "distwrap.strategies.deepspeed."
-                    )
-            rows = zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True)
-        else:
-            shares = [row[self.rank] for row in zero.parallel_partitioned_bit16_groups]
-            rows = zip(shares, zero.single_partition_of_fp32_groups, strict=True)
-        with torch.no_grad():
-            for seen, master in rows:
-                if seen is None or seen.device != master.device or not master.numel():  # on NVMe
-                    continue
-                if seen.dtype == master.dtype:
-                    master.data.copy_(seen.data)
-                else:  # unchanged weights keep the bits that half precision lacks
-                    changed = master.to(seen.dtype) != seen
-                    master.data.copy_(torch.where(changed, seen.float(), master))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a loss, which is scaled under fp16."""
-        self._is_in_backward = True  # the engine's backward ends after autograd's
-        self._take_back()
-        try:
+        if self._is_used_up:
+            raise ModelError(
+                f"rank {self.rank}: a second backward without zero_grad() since the last step. In one process these "
+                "gradients would be added to the last ones, which DeepSpeed has dropped. Call optimizer.zero_grad() "
+                "in each step, of the optimizer that wrap_optimizer() returned."
+            )
+        with self.at_work():
+            self.deepspeed.optimizer.clear_backward_seen_flag()
+            self.deepspeed.optimizer.backward_prologue()
             self.deepspeed.backward(loss)
-        except BaseException:
-            self._is_in_backward = False
-            raise
-        self._hand_over()
+        self.has_gradients = True
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Note that a backward or a step of the engine is running within a ``with``."""
+        self.is_at_work = True
+        try:
+            yield
+        finally:
+            self.is_at_work = False
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Refuse a backward from an output of the model, unless it is the engine's."""
+        node: Any = output.grad_fn
+        node.metadata[_OF] = self.mark
+        output.register_hook(self._refuse_plain_backward)  # type: ignore[no-untyped-call]
+
+    def _refuse_plain_backward(self, gradient: torch.Tensor) -> None:
+        if not self.is_at_work:
+            raise ModelError(
+                f"rank {self.rank}: loss.backward() of {type(self.net).__name__} under strategy='deepspeed', whose "
+                "engine has a backward of its own. Call distwrap.backward(loss) and distwrap.optimizer_step(optimizer)."
+            )
+
+    def step(self) -> None:
+        """Step the engine, if there are gradients.
+
+        Raises:
+            ModelError: parameters were added, frozen or unfrozen since the engine was made, or have no gradient.
+        """
+        if not self.has_gradients:
+            return
+        if self._trained() != set(map(id, self.parameters)) or len(self.user.param_groups) != self._groups():
+            raise ModelError(
+                f"rank {self.rank}: parameters of {type(self.user).__name__} were added, frozen or unfrozen since "
+                "wrap_optimizer(), and DeepSpeed's engine steps those of then. Do that before, or use strategy='zero1'."
+            )
+        if missing := [name for each, name in self.parameters.items() if each not in self._reached]:
+            raise ModelError(
+                f"rank {self.rank}: {missing[0]!r} has no gradient, as {len(missing) - 1} others, since"
+                " no forward used it. DeepSpeed would step it by a gradient of zeros, so that "
+                "weight decay and momentum change it; one process leaves it alone. Freeze it by requires_grad_(False) "
+                "before wrap_optimizer(), or use strategy='zero1' or 'fsdp'."
+            )
+        take_options(self.user, self.inner)
+        self.take_over_weights()
+        self.deepspeed.step()
+        self.taken = not self.deepspeed.optimizer.overflow
+        self.deepspeed.optimizer.clip_grad = self._clip
+        self._drop()
+        self._is_used_up = True
+        self.note_weights()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last step."""
+        self._is_used_up = False
+        if self.has_gradients:
+            self.deepspeed.optimizer.zero_grad()
+            self._drop()
 
     def clip(self, max_norm: float) -> None:
         """Clip by the norm of all gradients in the next step."""
@@ -154,31 +180,45 @@ class ModelEngine:
                 "scale_loss() over a window of accumulate() rescales gradients, which DeepSpeed has offloaded. Divide "
                 "the losses by the window's own count, or leave offload out."
             )
-        kept = [parameter.grad.kept for parameter in self.parameters if isinstance(parameter.grad, EngineGradient)]
-        tables = (zero.all_grad_tensors if self.stage < 3 else {}, zero.averaged_gradients)
-        buffers = [each for table in tables for row in table.values() for each in row or ()]
-        found = [each for each in [*kept, *buffers] if isinstance(each, torch.Tensor) and each.numel()]
-        return list({each.data_ptr(): each for each in found}.values())
+        found = [parameter.grad for parameter in self.parameters]
+        found += [each for table in self._tables() for row in table.values() for each in row or ()]
+        return list(
+            {each.data_ptr(): each for each in found if isinstance(each, torch.Tensor) and each.numel()}.values()
+        )
 
-    def discard(self) -> None:
-        """Drop accumulated gradients, since the loop has set them to zero."""
-        self._is_handed = False
+    def take_over_weights(self) -> None:
+        """Copy changes that the loop has made to the weights, as by a clamp, into the engine's own copy.
+
+        Raises:
+            ModelError: a weight was changed while its numbers were divided over the ranks.
+        """
         zero = self.deepspeed.optimizer
-        for parameter in self.parameters:
-            parameter.grad = None
-        zero.zero_grad()
-        for table in (zero.all_grad_tensors, zero.averaged_gradients) if self.stage < 3 else ():
-            for key in table:
-                table[key] = None
+        if self.stage == 3:
+            for parameter, name in self.parameters.items():
+                if version_of(parameter) != self._versions[parameter]:
+                    raise ModelError(
+                        f"rank {self.rank}: {name!r} was changed by hand, but its numbers are divided over the "
+                        "ranks, so the change had no effect. Change it inside gathered_weights(model), from "
+                        "distwrap.strategies.deepspeed."
+                    )
+            rows = zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True)
+        else:
+            shares = [row[self.rank] for row in zero.parallel_partitioned_bit16_groups]
+            rows = zip(shares, zero.single_partition_of_fp32_groups, strict=True)
+        with torch.no_grad():
+            for seen, master in rows:
+                if seen is None or seen.device != master.device or not master.numel():  # on NVMe
+                    continue
+                # Unchanged weights keep the bits that half precision lacks.
+                changed = master.to(seen.dtype) != seen
+                master.data.copy_(torch.where(changed, seen.float(), master))
 
     def note_weights(self) -> None:
         """Accept the current weights, whose change was also made in the engine's copy."""
-        self._versions = {id(parameter): version_of(parameter) for parameter in self.parameters}
+        self._versions = {parameter: version_of(parameter) for parameter in self.parameters}
 
     def end(self) -> None:
-        """Release the user's optimizer, and remove the engine's hooks."""
-        self._is_handed = False
-        self._take_back()
+        """Remove the engine's hooks."""
         with quiet(False):
             self.deepspeed.destroy()
 
@@ -188,93 +228,104 @@ class ModelEngine:
         if divided:
             divided[0].all_gather(param_list=divided)
 
-    # Around a backward
+    def _trained(self) -> set[int]:
+        return {number for number, each in parameters_of(self.user).items() if each.requires_grad}
 
-    def _before_backward(self, gradient: torch.Tensor) -> None:
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            self._take_back()
-            after_backward(lambda: after_backward(lambda: after_backward(self._hand_over)))  # after the engine's own
+    def _groups(self) -> int:
+        return len(self.inner.param_groups)
 
-    def _take_back(self) -> None:
-        """Restore the engine's own ``.grad``; drop all gradients if the loop has zeroed them."""
-        handed = [(each, each.grad) for each in self.parameters if isinstance(each.grad, EngineGradient)]
-        if self._is_handed and not handed:
-            self.discard()
-        for parameter, gradient in handed:
-            parameter.grad = gradient.kept
-        self._is_handed = self._has_ended = False
-
-    def _note_ends(self) -> None:
-        """Note when the engine has finished a backward, in which it exchanges the rest."""
+    def _tables(self) -> list[dict[Any, Any]]:
+        """Return where the engine keeps gradients until its step, beside ``.grad``."""
         zero = self.deepspeed.optimizer
-        end = zero.overlapping_partition_gradients_reduce_epilogue
+        return [zero.averaged_gradients, *([zero.all_grad_tensors] if self.stage < 3 else [])]
 
-        def noted() -> None:
-            self._has_ended = True
-            end()
-
-        zero.overlapping_partition_gradients_reduce_epilogue = noted
-
-    def _hand_over(self) -> None:
-        self._is_in_backward = False
-        if self.stage > 1 and not self._has_ended:
-            raise ModelError(
-                f"rank {self.rank}: DeepSpeed has not noticed the end of this backward, perhaps because two "
-                "forwards came before it. Call distwrap.backward(loss) instead of loss.backward()."
-            )
-        self._is_handed = True
+    def _drop(self) -> None:
+        self.has_gradients = False
+        self._reached.clear()
+        for table in self._tables():
+            for key in table:
+                table[key] = None
+        if self.stage == 3:
+            self.deepspeed.optimizer.averaged_gradients.clear()
         for parameter in self.parameters:
-            parameter.grad = EngineGradient(parameter, parameter.grad, self.discard)
+            parameter.grad = None
 
-    # Around a step
 
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Step in the place of the user's optimizer, which then finds no gradient."""
-        if has_closure(args, kwargs):
+class EngineOptimizer(Optimizer):
+    """The user's optimizer, with its groups and hooks, whose steps a `ModelEngine` takes."""
+
+    def __init__(self, engine: ModelEngine) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["engine"].user, name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step the engine."""
+        if closure is not None:
             raise ModelError(
-                f"{type(optimizer).__name__}.step(closure) is not possible under strategy='deepspeed', whose "
+                f"{type(self.engine.user).__name__}.step(closure) is not possible under strategy='deepspeed', whose "
                 "engine takes no closure. Compute the loss and its gradients first, and call step()."
             )
-        if len(optimizer.param_groups) != self._groups:
-            raise ModelError(
-                f"{type(optimizer).__name__} was given another group of parameters after its engine was made, "
-                "and DeepSpeed cannot add one. Make the optimizer with all groups, or use strategy='zero1'."
-            )
-        _take_options(_filled(optimizer), self.inner.param_groups)
-        self._take_back()
-        self.take_over_weights()
-        self.deepspeed.step()
-        self.taken = not self.deepspeed.optimizer.overflow
-        if self.stage == 3:
-            self.deepspeed.optimizer.averaged_gradients.clear()  # so that no later step uses them
-        self.deepspeed.optimizer.clip_grad = self._clip
-        for parameter in self.parameters:
-            parameter.grad = None  # the optimizer's own step must find none
-        self.note_weights()
+        with self.engine.at_work():
+            self._step()
 
-    def take_options(self) -> None:
-        """Copy the options of the engine's optimizer to the user's."""
-        optimizer = self.optimizer()
-        if optimizer is not None:
-            _take_options(self.inner.param_groups, _filled(optimizer))
+    @Optimizer.profile_hook_step
+    def _step(self) -> None:
+        self.engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step."""
+        self.engine.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as in one process; every rank calls it."""
+        return full_optimizer_state(self.engine, everywhere=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as of one process; every rank calls it."""
+        load_optimizer_state(self.engine, state_dict)
 
 
 class Engines(RunPart):
-    """Engines of one run; their models and optimizers keep them alive."""
+    """Engines of one run, which their models and optimizers keep alive; and the package, with what it needs.
+
+    Attributes:
+        nets: the models that were wrapped, with an engine or without.
+    """
 
     def __init__(self, world: World) -> None:
-        self._all: WeakSet[ModelEngine] = WeakSet()
-        steps = world.part(OptimizerSteps)
-        steps.listen(Phase.HIDE, self._before)
-        steps.listen(Phase.SHOW, self._after)
+        self._world, self._all, self._run = world, WeakSet[ModelEngine](), ExitStack()
+        self.nets: WeakSet[nn.Module] = WeakSet()
+        # DeepSpeed reads LOCAL_RANK in every step of stage 3; launchers other than torchrun do not set it.
+        kind = {"DS_ACCELERATOR": "cpu"} if world.device.type == "cpu" else {}
+        self._run.enter_context(variables_set({"LOCAL_RANK": str(world.placement.local_rank), **kind}))
+        world.part(OptimizerSteps).listen(Phase.REFUSE, self._refuse_alone)
 
-    def __iter__(self) -> Iterator[ModelEngine]:
-        return iter(self._all)
+    def under(self, loss: torch.Tensor) -> list[ModelEngine]:
+        """Return the engines from whose outputs a loss was computed, by its graph."""
+        found, seen, nodes = list[ModelEngine](), set[Any](), list[Any]([loss.grad_fn])
+        while nodes and len(found) < len(self._all):
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                engine = next((each for each in self._all if node.metadata.get(_OF) is each.mark), None)
+                found += [engine] if engine is not None and engine not in found else []
+                nodes += [before for before, _ in node.next_functions]
+        return found
+
+    def package(self, *, verbose: bool) -> Any:
+        """Import DeepSpeed for the device of this rank, and return it; it is silent unless `verbose`."""
+        with quiet(verbose):
+            import deepspeed
+        deepspeed.utils.logging.set_log_level_from_string("info" if verbose else "error")
+        if not verbose:
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+        return deepspeed
 
     def of(self, thing: nn.Module | Optimizer) -> ModelEngine | None:
-        """Return the engine of a user's model or optimizer, if it already exists."""
-        return next((engine for engine in self._all if engine.net is thing or engine.optimizer() is thing), None)
+        """Return the engine of a user's model, or of an optimizer, the user's or its own."""
+        return next((each for each in self._all if thing in (each.net, each.user, each.optimizer)), None)
 
     def add(self, engine: ModelEngine) -> None:
         """Add a new engine."""
@@ -285,49 +336,45 @@ class Engines(RunPart):
         engine.end()
         self._all.discard(engine)
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (engine := self.of(optimizer)) is not None:
-            engine.before(optimizer, args, kwargs)
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (engine := self.of(optimizer)) is not None:
-            engine.take_options()
-
     def close(self) -> None:
         """Release all engines, and DeepSpeed's references to the process group."""
         for engine in list(self._all):
             engine.end()
         forget_group()
+        self._run.close()
+
+    def _refuse_alone(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(optimizer in (each.optimizer, each.inner) for each in self._all):
+            return
+        held = parameters_of(optimizer).keys()
+        if any(not held.isdisjoint(map(id, net.parameters())) for net in self.nets):
+            raise ModelError(
+                f"rank {self._world.placement.rank}: this step of {type(optimizer).__name__} would not reach "
+                "DeepSpeed's engine. Call optimizer = wrap_optimizer(optimizer) before the first forward that trains, "
+                "and step what it returns by distwrap.optimizer_step(optimizer)."
+            )
 
 
-def optimizer_of(net: nn.Module) -> Optimizer | None:
-    """Return the only live optimizer of a model's parameters, if there is one.
+@contextmanager
+def quiet(verbose: bool) -> Iterator[None]:
+    """Keep DeepSpeed from printing within a ``with``."""
+    if verbose:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
-    Raises:
-        ModelError: there are several, or it has parameters of other models.
-    """
-    own = set(map(id, net.parameters()))
 
-    def look() -> list[Optimizer]:
-        return [each for each in instances(Optimizer) if not own.isdisjoint(parameters_of(each))]
-
-    found = look()
-    if len(found) > 1:
-        gc.collect()  # one may be unreferenced
-        found = look()
-    if found and not own.issuperset(parameters_of(found[0])):
-        raise ModelError(
-            f"this {type(found[0]).__name__} holds parameters that are not those of {type(net).__name__}, and "
-            "an engine of DeepSpeed has one model. Wrap one module that has all of them, or give each model "
-            "its own optimizer."
-        )
-    if len(found) > 1:
-        kinds = ", ".join(sorted(type(each).__name__ for each in found))
-        raise ModelError(
-            f"{type(net).__name__} has {len(found)} optimizers ({kinds}), and an engine of DeepSpeed has one. "
-            "Make one optimizer with a group of parameters for each rate, or use strategy='zero1'."
-        )
-    return found[0] if found else None
+def take_options(source: Optimizer, target: Optimizer) -> None:
+    """Copy the options of an optimizer's groups to another's."""
+    for given, taken in zip(source.param_groups, target.param_groups, strict=True):
+        taken.update({name: value for name, value in given.items() if name != "params"})
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:
@@ -341,14 +388,3 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     made.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
     made.state = defaultdict(dict)
     return made
-
-
-def _filled(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups with parameters, which an engine keeps."""
-    return [group for group in optimizer.param_groups if group["params"]]
-
-
-def _take_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Copy the options of some parameter groups to others."""
-    for given, taken in zip(source, target, strict=True):
-        taken.update({name: value for name, value in given.items() if name != "params"})

@@ -1,15 +1,13 @@
-"""The wrapper of a model under DeepSpeed, whose forwards with gradients run through the engine."""
+"""The wrapper of a model that DeepSpeed's engine trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from distwrap._internals.torch_autograd import in_backward
-from distwrap._internals.torch_calls import pre_hooks_of, run_new_pre_hooks
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
@@ -30,11 +28,11 @@ class EngineRouting(Routing):
         in_precision: the precision and device of the computation.
         forward_methods: the methods that may run a forward.
         buffers: the buffers that ranks take over from rank 0 when training pauses.
-        make_engine: makes the engine at the first forward that trains, or returns ``None`` without an optimizer.
         divides_weights: whether each rank has only a share of the weights.
 
     Attributes:
-        engine: the engine of the model, once it exists.
+        precision: the name of the precision in which the engine is made.
+        engine: the engine of the model, once its optimizer is wrapped.
         alignment: the forwards in which all ranks take part, if weights are divided.
     """
 
@@ -44,17 +42,17 @@ class EngineRouting(Routing):
         in_precision: InPrecision,
         forward_methods: ForwardMethods,
         buffers: Buffers | None,
-        make_engine: Callable[[], ModelEngine | None],
         *,
         divides_weights: bool,
     ) -> None:
         super().__init__(module, in_precision, forward_methods)
-        self.buffers, self._make_engine, self.divides_weights = buffers, make_engine, divides_weights
+        self.buffers, self.divides_weights = buffers, divides_weights
         self.engine: ModelEngine | None = None
+        self.precision = ""
         self.alignment = Alignment(type(self.model).__name__) if divides_weights else None
-        self.forward = in_precision(self._through_engine)
+        self.forward = in_precision(self._with_engine)
 
-    def _through_engine(self, *args: Any, **kwargs: Any) -> Any:
+    def _with_engine(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
         self._count()
         return self._out(self.module(*args, **kwargs))
@@ -62,45 +60,46 @@ class EngineRouting(Routing):
     def _count(self) -> None:
         if in_backward():
             return  # a recomputation
-        if self.engine is None and torch.is_grad_enabled():
-            self.make_engine()
         if self.alignment is not None and self.engine is not None:
             self.alignment.forward()
         if self.buffers is not None and self.model.training:
             self.buffers.count_forward()
 
-    def make_engine(self) -> ModelEngine | None:
-        """Return the model's engine, which is made if possible; every rank calls it."""
-        if self.engine is None:
-            self.engine = self._make_engine()
-        return self.engine
-
     def _begin(self, call: MethodCall) -> bool:
         super()._begin(call)
-        before = pre_hooks_of(call.module)
         self._count()
-        call.args = run_new_pre_hooks(call.module, before, call.args)  # an engine was made within the module's call
         return False
 
     def _end(self, output: Any, call: MethodCall) -> Any:
         return super()._end(self._out(output) if call.begun or has_gradient(output) else output, call)
 
     def _out(self, output: Any) -> Any:
-        if not has_gradient(output):
-            return output
-        if self.engine is not None:
-            return self.engine.watch(output)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
+        for tensor in tensors_in(output) if has_gradient(output) else ():
+            if tensor.grad_fn is not None and self.engine is not None:
+                self.engine.watch(tensor)
+            elif tensor.requires_grad:
                 tensor.register_hook(self._refuse_backward)  # type: ignore[no-untyped-call]
         return output
 
     def _refuse_backward(self, gradient: torch.Tensor) -> NoReturn:
         raise ModelError(
-            f"rank {current_world().placement.rank}: {type(self.model).__name__} had no optimizer at its "
-            "forward, and under strategy='deepspeed' an engine needs both. Make the optimizer before the first "
-            "forward that trains."
+            f"rank {current_world().placement.rank}: {type(self.model).__name__} had no engine at its forward. Under "
+            "strategy='deepspeed' call optimizer = wrap_optimizer(optimizer), which makes it, before the first forward "
+            "that trains."
         )
+
+    def refuse_gradients(self) -> None:
+        """Refuse to look at gradients, which the engine has after a backward.
+
+        Raises:
+            ModelError: it has them now.
+        """
+        if self.engine is not None and self.engine.has_gradients and not self.engine.is_at_work:
+            raise ModelError(
+                f"rank {self.engine.rank}: parameters() between a backward and the step under strategy='deepspeed', "
+                "when the engine has the gradients, and each rank only a share of them. Clip by "
+                "distwrap.optimizer_step(optimizer, max_norm=…), which takes the norm of all gradients."
+            )
 
     def refuse_copy(self) -> NoReturn:
         """Refuse to copy or pickle the model.
@@ -121,11 +120,32 @@ class EngineModel(UncopiedModel):
         """Return the model's own state dict, with all weights; if they are divided, every rank calls it."""
         routing = self._distwrap_routing
         if routing.divides_weights and routing.engine is not None:
-            routing.engine.take_over_weights()
-            return full_weights(routing.model, everywhere=True)
+            return full_weights(routing.engine, everywhere=True)
         found: dict[str, Any] = routing.model.state_dict(*args, **kwargs)
         return found
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper."""
         return load_weights(self._distwrap_routing.model, state_dict, self._distwrap_routing.engine)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step."""
+        engine = self._distwrap_routing.engine
+        if engine is None:
+            self._distwrap_routing.model.zero_grad(set_to_none)
+        else:
+            engine.zero_grad()
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the model's own.
+
+        Raises:
+            ModelError: the engine has the gradients, and a clip of the loop's own would find none.
+        """
+        for _, parameter in self.named_parameters(*args, **kwargs):
+            yield parameter
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the model's own, as `parameters`."""
+        self._distwrap_routing.refuse_gradients()
+        yield from self._distwrap_routing.model.named_parameters(*args, **kwargs)

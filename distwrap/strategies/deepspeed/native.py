@@ -15,8 +15,7 @@ from torch import nn
 
 from distwrap.errors import CheckpointError, ModelError
 from distwrap.model.wrapped_models import routing_of
-from distwrap.strategies.deepspeed.engine import ModelEngine
-from distwrap.strategies.deepspeed.model import EngineRouting
+from distwrap.strategies.deepspeed.engine import ModelEngine, take_options
 
 
 def engine_of(model: nn.Module) -> Any:
@@ -68,7 +67,7 @@ def load_engine(model: nn.Module, folder: str | os.PathLike[str], tag: str | Non
     if not is_there or engine.deepspeed.load_checkpoint(os.fspath(place), tag=tag)[0] is None:
         named = "" if tag is None else f" named {tag!r}"
         raise CheckpointError(f"there is no checkpoint of DeepSpeed{named} in {place}.")
-    engine.take_options()
+    take_options(engine.inner, engine.user)
     engine.note_weights()
 
 
@@ -102,14 +101,10 @@ def gathered_weights(model: nn.Module, rank: int = 0) -> Iterator[nn.Module]:
 
 
 def _engine(model: nn.Module) -> ModelEngine:
-    routing = routing_of(model)
-    if not isinstance(routing, EngineRouting):
+    engine = getattr(routing_of(model), "engine", None)
+    if not isinstance(engine, ModelEngine):
         raise ModelError(
-            f"{type(model).__name__} is not a model that was wrapped under strategy='deepspeed' on several ranks."
-        )
-    if (engine := routing.make_engine()) is None:
-        raise ModelError(
-            f"{type(routing.model).__name__} has no DeepSpeed engine until it has an optimizer: make the "
-            "optimizer first."
+            f"{type(model).__name__} has no engine of DeepSpeed: it was not wrapped under strategy='deepspeed' on "
+            "several ranks, or its optimizer was not given to wrap_optimizer() yet."
         )
     return engine

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from distwrap.errors import ModelError
 from distwrap.model.state_dict import strip_module_prefix
-from distwrap.strategies.deepspeed.engine import ModelEngine
+from distwrap.model.wrapped_models import parameters_of
 
 
-def full_weights(net: nn.Module, *, everywhere: bool) -> dict[str, Any]:
+def full_weights(engine: Any, *, everywhere: bool) -> dict[str, Any]:
     """Return a model's state in the type of its master copy, on the CPU of rank 0 or all; every rank calls it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    wanted, state = everywhere or dist.get_rank() == 0, net.state_dict()
+    engine.take_over_weights()
+    net = engine.net
+    wanted = everywhere or dist.get_rank() == 0
+    state: dict[str, Any] = net.state_dict()
     found: dict[int, torch.Tensor] = {}
     for parameter in net.parameters():
         whole = safe_get_full_fp32_param(parameter)
@@ -35,7 +37,7 @@ def full_weights(net: nn.Module, *, everywhere: bool) -> dict[str, Any]:
     return state
 
 
-def load_weights(net: nn.Module, state: Mapping[str, Any], engine: ModelEngine | None) -> Any:
+def load_weights(net: nn.Module, state: Mapping[str, Any], engine: Any) -> Any:
     """Load a whole state into a model, and into its engine's copies of the weights."""
     given = strip_module_prefix(dict(state), target=net)
     if engine is None:
@@ -56,12 +58,12 @@ def load_weights(net: nn.Module, state: Mapping[str, Any], engine: ModelEngine |
     return found
 
 
-def full_optimizer_state(engine: ModelEngine, optimizer: Optimizer, *, everywhere: bool) -> dict[str, Any]:
+def full_optimizer_state(engine: Any, *, everywhere: bool) -> dict[str, Any]:
     """Return the state of the user's optimizer as in one process; every rank calls it."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     wanted = everywhere or dist.get_rank() == 0
-    numbers = {id(each): n for n, each in enumerate(each for g in optimizer.param_groups for each in g["params"])}
+    numbers = {number: place for place, number in enumerate(parameters_of(engine.user))}
     found: dict[int, dict[str, Any]] = {}
     for parameter, kept in _kept(engine):
         own = found.setdefault(numbers[id(parameter)], {})
@@ -71,11 +73,10 @@ def full_optimizer_state(engine: ModelEngine, optimizer: Optimizer, *, everywher
                 own[name] = whole.detach().cpu().clone() if wanted else torch.empty(0)
             else:
                 own[name] = value.clone() if isinstance(value, torch.Tensor) else value
-    groups = optimizer.state_dict()["param_groups"]
-    return {"state": found if wanted else {}, "param_groups": groups}
+    return {"state": found if wanted else {}, "param_groups": engine.user.state_dict()["param_groups"]}
 
 
-def load_optimizer_state(engine: ModelEngine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(engine: Any, state: Mapping[str, Any]) -> None:
     """Load a whole state of the user's optimizer into its engine; every rank calls it with all of it.
 
     Raises:
@@ -83,13 +84,13 @@ def load_optimizer_state(engine: ModelEngine, optimizer: Optimizer, state: Mappi
     """
     if engine.is_on_nvme and state["state"]:
         raise ModelError(
-            f"the state of this {type(optimizer).__name__} cannot be loaded where DeepSpeed keeps it on NVMe, since it "
-            f"has files only for what has stepped there. Go on with offload='cpu' or without, or load the model alone."
+            f"the state of this {type(engine.user).__name__} cannot be loaded where DeepSpeed keeps it on NVMe, since "
+            f"it has files only for what has stepped there. Use offload='cpu' or none, or load the model alone."
         )
     saved = [number for group in state["param_groups"] for number in group["params"]]
-    held = [each for group in optimizer.param_groups for each in group["params"]]
-    by_parameter = {id(each): state["state"].get(number, {}) for number, each in zip(saved, held, strict=True)}
-    optimizer.load_state_dict({**state, "state": {}})
+    held = parameters_of(engine.user)
+    by_parameter = {each: state["state"].get(number, {}) for number, each in zip(saved, held, strict=True)}
+    engine.user.load_state_dict({**state, "state": {}})
     _lay_out(engine, by_parameter)
     for parameter in engine.parameters:
         for name, value in by_parameter[id(parameter)].items():
@@ -97,7 +98,7 @@ def load_optimizer_state(engine: ModelEngine, optimizer: Optimizer, state: Mappi
                 _set_optimizer_state(engine, parameter, value, name)
 
 
-def _set_optimizer_state(engine: ModelEngine, parameter: nn.Parameter, value: torch.Tensor, name: str) -> None:
+def _set_optimizer_state(engine: Any, parameter: nn.Parameter, value: torch.Tensor, name: str) -> None:
     from deepspeed.utils import safe_set_full_optimizer_state
 
     if engine.stage < 3:
@@ -120,7 +121,7 @@ def _set_share(parameter: Any, whole: torch.Tensor, name: str | None) -> None:
         safe_set_local_optimizer_state(parameter, share, name)
 
 
-def _lay_out(engine: ModelEngine, states: Mapping[int, Mapping[str, Any]]) -> None:
+def _lay_out(engine: Any, states: Mapping[int, Mapping[str, Any]]) -> None:
     """Make space for a state in the engine's optimizer, if it has not stepped yet."""
     from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
@@ -138,7 +139,7 @@ def _lay_out(engine: ModelEngine, states: Mapping[int, Mapping[str, Any]]) -> No
             lazy_init_hp_params_optimizer_state(parameters, flat, engine.inner.state)
 
 
-def _kept(engine: ModelEngine) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+def _kept(engine: Any) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """Yield each parameter with the optimizer state of the flat tensor that contains a part of it."""
     for flat, parameters in _rows(engine):
         kept = engine.inner.state.get(flat)
@@ -147,7 +148,7 @@ def _kept(engine: ModelEngine) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
                 yield parameter, kept
 
 
-def _rows(engine: ModelEngine) -> Iterator[tuple[torch.Tensor, list[nn.Parameter]]]:
+def _rows(engine: Any) -> Iterator[tuple[torch.Tensor, list[nn.Parameter]]]:
     """Yield each flat tensor that the engine's optimizer steps on this rank, and the parameters in it."""
     zero = engine.deepspeed.optimizer
     flats = zero.single_partition_of_fp32_groups if engine.stage < 3 else zero.fp32_partitioned_groups_flat

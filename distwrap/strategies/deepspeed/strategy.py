@@ -7,30 +7,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from distwrap._internals.torch_tree import map_tensors
-from distwrap.errors import ModelError, OptionError
+from distwrap.errors import ModelError, OptionError, PrecisionError
 from distwrap.group.setup import require_group
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import held_by_all
+from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of
 from distwrap.options import Options
 from distwrap.packages import require_package
 from distwrap.precision import InPrecision, Precision
 from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
-from distwrap.strategies.deepspeed import abilities, config as configuration
+from distwrap.strategies.deepspeed import config as configuration
+from distwrap.strategies.deepspeed.engine import Engines, ModelEngine, quiet
+from distwrap.strategies.deepspeed.model import EngineModel, EngineRouting
+from distwrap.strategies.deepspeed.state import full_optimizer_state, full_weights, load_weights
 from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.single import local, on_device
-
-if TYPE_CHECKING:
-    from distwrap.strategies.deepspeed.engine import ModelEngine
 
 _PRECISIONS = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,9 +52,9 @@ class HalfWeights(Precision):
 class DeepSpeedStrategy(Strategy):
     """DeepSpeed's engine around a model and its optimizer; needs the extra ``deepspeed``.
 
-    The loop stays: ``loss.backward()`` and ``optimizer.step()`` run the engine's. In half precision DeepSpeed keeps
-    weights in this type, and a master copy in float32, of which each rank has a share. Under ``"fp16"`` its own scaler
-    scales losses, through `distwrap.backward` and `distwrap.optimizer_step`.
+    `wrap_optimizer` makes the engine, `distwrap.backward` and `distwrap.optimizer_step` run it. In half precision
+    DeepSpeed keeps weights in this type, and a master copy in float32, of which each rank has a share. Under ``"fp16"``
+    its own scaler scales losses.
 
     Args:
         stage: the stage of ZeRO: 1 divides the optimizer's state, 2 also the gradients, 3 also the weights; by default
@@ -129,10 +130,7 @@ class DeepSpeedStrategy(Strategy):
         configuration.refuse(self.config, str(run.precision))
 
     def setup(self, world: World) -> Layout | None:
-        if world.options.precision == "fp16":
-            abilities.require_fp16(world)
-        if on_nvme := configuration.on_nvme(self._engine_config("32")):
-            abilities.require_nvme(world, weights="param" in on_nvme)
+        self._refuse_what_is_missing(str(world.options.precision), world)
         return super().setup(world)
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
@@ -144,45 +142,74 @@ class DeepSpeedStrategy(Strategy):
         if world.placement.world_size == 1:
             return local(model, wrapping)
         require_group("wrap_model")
-        precision = next(name for name in _PRECISIONS if _is_of(wrapping.in_precision, name))
+        precision, inside = self._precision(wrapping.in_precision), wrapping.in_precision
         half = _PRECISIONS[precision]
-        inside = wrapping.in_precision
+        self._refuse_what_is_missing(precision, world)
         _refuse(net)
         if half is not None:  # as DeepSpeed does, which makes its master copy from these
             net.to(half)
             inside = InPrecision(HalfWeights(half), wrapping.device, owns_scale=True)
         take_rank_zero_weights(net)
-        from distwrap.strategies.deepspeed.engine import Engines
-        from distwrap.strategies.deepspeed.model import EngineModel, EngineRouting
         from distwrap.strategies.fsdp.recomputation import recompute
         from distwrap.strategies.fsdp.units import units_of
 
-        world.part(Engines)
+        world.part(Engines).nets.add(net)
         name = str(world.count("model"))
         if self.checkpointing:
             recompute(units_of(net, "auto"), selective=self.checkpointing == "selective")
         buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
+        routing = EngineRouting(model, inside, wrapping.forward_methods, buffers, divides_weights=self.stage == 3)
+        routing.precision = precision
+        return EngineModel(routing)
 
-        def make() -> ModelEngine | None:
-            return self._made(net, precision)
-
-        methods = wrapping.forward_methods
-        return EngineModel(EngineRouting(model, inside, methods, buffers, make, divides_weights=self.stage == 3))
+    def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
+        """Make the engine of the optimizer's model, and return what steps it."""
+        world = current_world()
+        if world.placement.world_size == 1:
+            return optimizer
+        engines = world.part(Engines)
+        if (engine := engines.of(optimizer)) is not None:
+            return engine.optimizer
+        found = [
+            each for each in world.part(WrappedModels).of_optimizer(optimizer) if routing_of(each).model in engines.nets
+        ]
+        if not found:
+            return optimizer  # of a model that is not wrapped; one that will be refuses its step
+        net, name = routing_of(found[0]).model, type(optimizer).__name__
+        if not set(map(id, net.parameters())).issuperset(parameters_of(optimizer)):
+            raise ModelError(
+                f"this {name} holds parameters that are not those of {type(net).__name__}, and an engine of DeepSpeed "
+                "has one model. Wrap one module that has all of them, or give each model its own optimizer."
+            )
+        if engines.of(net) is not None:
+            raise ModelError(
+                f"{type(net).__name__} has another optimizer, and an engine of DeepSpeed has one. Make one optimizer "
+                "with a group of parameters for each rate, or use strategy='zero1'."
+            )
+        state, config = optimizer.state_dict(), self._engine_config(routing_of(found[0]).precision)
+        engine = ModelEngine(net, optimizer, config, world, verbose=self.verbose)
+        engines.add(engine)
+        routing_of(found[0]).engine = engine
+        if state["state"]:
+            optimizer.state.clear()
+            engine.optimizer.load_state_dict(state)
+        return engine.optimizer
 
     # A step
 
     def backward(self, loss: torch.Tensor) -> None:
-        from distwrap.strategies.deepspeed.engine import Engines
-
-        engines = list(current_world().part(Engines))
-        if len(engines) == 1:
-            return engines[0].backward(loss)
-        if any(engine.scales for engine in engines):
+        engines = current_world().part(Engines).under(loss)
+        if len(engines) > 1:
+            kinds = " and ".join(sorted(type(each.net).__name__ for each in engines))
             raise ModelError(
-                f"{len(engines)} models under strategy='deepspeed' in fp16, each with a scale of its own: so "
-                "it is unknown whose loss this is. Use precision='bf16' or '32'."
+                f"backward(loss): the loss is one of {kinds}, which have an engine of DeepSpeed each, and an engine "
+                "computes the gradients of its own model. Freeze one by requires_grad_(False) for this loss, detach "
+                "its outputs, or wrap one module that has both."
             )
-        return super().backward(loss)
+        if engines:
+            engines[0].backward(loss)
+        else:
+            super().backward(loss)
 
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
         engine = _engine_of(model)
@@ -218,70 +245,78 @@ class DeepSpeedStrategy(Strategy):
         engine = _engine_of(thing)
         if engine is None:
             return super().state(thing, everywhere=everywhere)
-        from distwrap.strategies.deepspeed import state
-
-        engine.take_over_weights()
-        if isinstance(thing, nn.Module):
-            return state.full_weights(engine.net, everywhere=everywhere)
-        return state.full_optimizer_state(engine, thing, everywhere=everywhere)
+        full = full_weights if isinstance(thing, nn.Module) else full_optimizer_state
+        return full(engine, everywhere=everywhere)
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         engine = _engine_of(thing)
         if engine is None:
             super().load_state(thing, state)
-            return
-        from distwrap.strategies.deepspeed import state as states
-
-        if isinstance(thing, nn.Module):
-            states.load_weights(engine.net, state, engine)
+        elif isinstance(thing, nn.Module):
+            load_weights(engine.net, state, engine)
         else:
-            states.load_optimizer_state(engine, thing, state)
+            engine.optimizer.load_state_dict(state)
 
     def give_back(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         engine = _engine_of(prepared)
         if engine is not None:
-            from distwrap.strategies.deepspeed.engine import Engines
-
-            optimizer = engine.optimizer()
-            own = held_by_all({} if optimizer is None else {0: optimizer})
-            states = [self.state(each, everywhere=True) for each in own]
+            whole = engine.optimizer.state_dict()
             current_world().part(Engines).remove(engine)
             engine.make_whole()
-            for each, whole in zip(own, states, strict=True):
-                each.load_state_dict(whole)
+            engine.user.load_state_dict(whole)
         super().give_back(original, prepared, state)
-
-    def _made(self, net: nn.Module, precision: str) -> ModelEngine | None:
-        """Return the engine of a model and its only optimizer, or ``None`` if there is no optimizer."""
-        from distwrap.strategies.deepspeed.engine import Engines, ModelEngine, optimizer_of
-
-        world, optimizer = current_world(), optimizer_of(net)
-        if optimizer is None:
-            return None
-        state = optimizer.state_dict()
-        engine = ModelEngine(net, optimizer, self._engine_config(precision), world, verbose=self.verbose)
-        world.part(Engines).add(engine)
-        if state["state"]:
-            optimizer.state.clear()
-            self.load_state(optimizer, state)
-        return engine
 
     def _engine_config(self, precision: str) -> dict[str, Any]:
         return configuration.engine_config(
             self.config, stage=self.stage, offload=self.offload, nvme_path=self.nvme_path, precision=precision
         )
 
+    def _refuse_what_is_missing(self, precision: str, world: World) -> None:
+        """Refuse what DeepSpeed cannot do on this node: fp16, offload to NVMe, or weights that it would round there.
+
+        Raises:
+            PrecisionError: the device has no float16, or weights in float32 would be rounded.
+            OptionError: DeepSpeed's operator for NVMe cannot be built.
+        """
+        on_nvme = configuration.on_nvme(self._engine_config(precision))
+        if precision != "fp16" and not on_nvme:
+            return
+        world.part(Engines).package(verbose=False)
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        rank, has_fp16, device = world.placement.rank, get_accelerator().is_fp16_supported(), world.device.type
+        if precision == "fp16" and not has_fp16:
+            what = "processor: that needs AVX512-FP16 or AMX-FP16" if device == "cpu" else "device"
+            raise PrecisionError(
+                f"rank {rank}: precision='fp16' under strategy='deepspeed', which has no float16 on this {what}. Use "
+                "precision='bf16' or '32'."
+            )
+        with quiet(False):
+            builder = AsyncIOBuilder()
+            if on_nvme and find_spec(builder.absolute_name()) is None and not builder.is_compatible():
+                raise OptionError(
+                    f"rank {rank}: offload='nvme' under strategy='deepspeed', whose operator async_io cannot be "
+                    "built on this node: it needs a C compiler, and libaio with its header (apt-get install g++ "
+                    "libaio-dev). Install them, or use offload='cpu'."
+                )
+        # There its zero.Init uses bfloat16, whatever type it is given (0.19.8, Init._set_dtype).
+        if "param" in on_nvme and precision == "32" and not has_fp16:
+            raise PrecisionError(
+                f"rank {rank}: offload='nvme' with precision='32' under strategy='deepspeed', which keeps weights on "
+                f"NVMe in bfloat16 on a device without float16, as this {device}: they would be rounded. Use "
+                f"precision='bf16', or keep the weights in memory: "
+                f"config={{'zero_optimization': {{'offload_param': {{'device': 'none'}}}}}}."
+            )
+
+    def _precision(self, given: InPrecision) -> str:
+        return next(n for n in _PRECISIONS if type(given.precision) is type(InPrecision(n, given.device).precision))
+
 
 def _engine_of(thing: nn.Module | Optimizer) -> ModelEngine | None:
-    from distwrap.strategies.deepspeed.engine import Engines
-
     return current_world().part(Engines).of(unwrap_model(thing) if isinstance(thing, nn.Module) else thing)
-
-
-def _is_of(in_precision: InPrecision, name: str) -> bool:
-    return type(in_precision.precision) is type(InPrecision(name, in_precision.device).precision)
 
 
 def _refuse(net: nn.Module) -> None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import World, say_once
 from distwrap.wording import named_ranks
 
-if TYPE_CHECKING:
-    from distwrap.strategies.hivemind.optimizer import Collaboration
-
 _LOOK_SECONDS = 0.05
 _HERE, _AVERAGES, _KNOWS_ALL = "here", "averages", "knows all"  # states of a waiting rank
-_ALIKE = 1e-4  # of the norm: the largest rounding error of averaged weights
 
 
-def bring_together(one: Collaboration, world: World, *, take: bool) -> None:
+def bring_together(one: Any, world: World, *, take: bool) -> None:
     """Wait for all ranks, averaging with those that still train; then finish the due global step.
 
     Args:
-        one: the collaboration of this rank.
+        one: hivemind's optimizer of this rank, with its `PeerSteps`.
         world: the world of the run.
         take: whether all ranks take the newest weights, those of the first rank that has them.
 
@@ -37,52 +30,29 @@ def bring_together(one: Collaboration, world: World, *, take: bool) -> None:
     """
     if world.placement.world_size > 1:
         _await_all(one, world)
-        epochs, pending = _positions(one)
-        if take and len(set(epochs)) == 1 and sum(pending) >= one.target:
-            _finish(one)
-            epochs, pending = _positions(one)
-        newest = max(epochs)
-        if take:
-            _take(one, world, epochs, epochs.index(newest))
-    else:
-        epochs, pending = [one.epoch], [one.pending]
+    epochs, pending = zip(
+        *gather_object((one.local_epoch, one.tracker.local_progress.samples_accumulated)), strict=True
+    )
     if not take:
         _judge_end(one, max(epochs), sum(pending))
+        return
+    if len(set(epochs)) == 1 and sum(pending) >= one.target:
+        deadline = time.monotonic() + one.averaging_timeout
+        while one.local_epoch == epochs[0] and time.monotonic() < deadline:
+            one.assist()
+            time.sleep(_LOOK_SECONDS)
+        epochs = tuple(gather_object(one.local_epoch))
+    source = epochs.index(max(epochs))
+    with torch.no_grad():
+        for own in one.tensors():
+            own.copy_(broadcast(own, src=source))
+    if len(set(epochs)) > 1:
+        state = broadcast(one.state_dict()["state"], src=source)
+        if one.local_epoch < epochs[source]:
+            one.take_position(state, epochs[source])
 
 
-def difference(one: Collaboration, world: World) -> str:
-    """Return a text about how just averaged weights differ from another rank's by more than rounding.
-
-    hivemind silently leaves lost parts out of a mean. Of two ranks the later one compares.
-    """
-    if world.channel is None or world.placement.world_size == 1:
-        return ""
-    name, mine = f"hivemind weights {one.key}", _digest(one)
-    world.channel.note(name, json.dumps([one.epoch, *mine]))
-    for rank in range(world.placement.world_size):
-        told = world.channel.noted(name, rank) if rank != world.placement.rank else ""
-        epoch, *theirs = json.loads(told) if told else (-1,)
-        if epoch != one.epoch:
-            continue
-        if any(abs(a - b) > _ALIKE * max(mine[0], 1e-12) for a, b in zip(mine, theirs, strict=True)):
-            return (
-                f"the weights, which all ranks averaged, have the norm {mine[0]:.7g} here and {theirs[0]:.7g} on rank "
-                f"{rank}: a part was lost on the way, or changed by hand since"
-            )
-    return ""
-
-
-def _digest(one: Collaboration) -> list[float]:
-    """Return the norm of all weights, and a sum in which each weight's position counts."""
-    square = mixed = 0.0
-    for number, weight in enumerate(one.parameters):
-        wide = weight.detach().flatten().to(widest(weight.device))
-        signs = torch.cos(torch.arange(wide.numel(), dtype=wide.dtype, device=wide.device) + number)
-        square, mixed = square + float(wide.square().sum()), mixed + float((wide * signs).sum())
-    return [math.sqrt(square), mixed]
-
-
-def _await_all(one: Collaboration, world: World) -> None:
+def _await_all(one: Any, world: World) -> None:
     """Wait until every rank is here, and take part in rounds that others begin meanwhile.
 
     A rank that knows all ranks to be here begins no more rounds, and joins only those that another rank began before it
@@ -116,45 +86,20 @@ def _await_all(one: Collaboration, world: World) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _positions(one: Collaboration) -> tuple[list[int], list[int]]:
-    """Return each rank's number of global steps, and its samples since the last one."""
-    everyone = gather_object((one.epoch, one.pending))
-    return [epoch for epoch, _ in everyone], [pending for _, pending in everyone]
-
-
-def _finish(one: Collaboration) -> None:
-    """Take the global step for which the ranks together have enough samples; every rank calls it."""
-    before, deadline = one.epoch, time.monotonic() + one.round_seconds
-    while one.epoch == before and time.monotonic() < deadline:
-        one.assist()
-        time.sleep(_LOOK_SECONDS)
-
-
-def _take(one: Collaboration, world: World, epochs: list[int], source: int) -> None:
-    """Take a rank's weights, and if this one has missed steps also the optimizer's state and the count."""
-    with torch.no_grad():
-        for own in one.tensors():
-            own.copy_(broadcast(own, src=source))
-    if len(set(epochs)) > 1:
-        state = broadcast(one.optimizer.state_dict()["state"], src=source)
-        if epochs[world.placement.rank] < epochs[source]:
-            one.take_position(state, epochs[source])
-
-
-def _judge_end(one: Collaboration, epoch: int, pending: int) -> None:
+def _judge_end(one: Any, epoch: int, pending: int) -> None:
     """Check for samples that changed no weight when a run ends.
 
     Raises:
         ModelError: the run has counted samples, but never changed a weight.
     """
     done = "" if pending < one.target else " Call consolidate(model) at the end, which takes the step that is due."
-    if one.samples and not one.changes and not epoch:
+    if one.samples and not one.users.steps and not epoch:
         raise ModelError(
             f"{one.here}: the run ends before its first global step, so nothing was trained: all ranks have "
             f"{pending} samples together, and target_batch_size={one.target}."
             f"{done or ' Give fewer, or train longer.'}"
         )
-    if pending and not one.local_updates:
+    if pending and not one.use_local_updates:
         say_once(
             f"hivemind rest {one.key} {epoch}",
             f"hivemind: the last {pending} samples changed nothing: a global step takes {one.target}.{done}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distwrap.strategies.deepspeed.package import quiet
+from distwrap.strategies.deepspeed.engine import quiet
 
 with pytest.MonkeyPatch.context() as patched, quiet(verbose=False):
     patched.setenv("DS_ACCELERATOR", "cpu")

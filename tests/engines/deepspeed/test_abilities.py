@@ -43,13 +43,14 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> N
     mine = slice(dw.rank(), None, dw.world_size())
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x[mine]), y[mine]).backward()
+        dw.backward(nn.functional.mse_loss(model(x[mine]), y[mine]))
         optimizer.step()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)  # a gradient near 0 steps little
+    made = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)  # a gradient near 0 steps little
+    return dw.wrap_optimizer(made)
 
 
 def one_process(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

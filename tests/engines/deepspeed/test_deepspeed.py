@@ -64,7 +64,7 @@ def share() -> tuple[torch.Tensor, torch.Tensor]:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW over what is trained."""
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05)
+    return dw.wrap_optimizer(torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05))
 
 
 def one_process(steps: int = 4) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def one_process(steps: int = 4) -> dict[str, torch.Tensor]:
     optimizer = adamw(model)
     for _ in range(steps):
         optimizer.zero_grad()
-        model.loss(*data()).backward()
+        dw.backward(model.loss(*data()))
         optimizer.step()
     return model.state_dict()
 
@@ -95,7 +95,7 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int = 4) -> Non
     """Train as a plain loop does."""
     for _ in range(steps):
         optimizer.zero_grad()
-        model.loss(*share()).backward()
+        dw.backward(model.loss(*share()))
         optimizer.step()
 
 
@@ -155,7 +155,7 @@ def test_checkpoints_in_its_own_form(stage: int, tmp_path: Path) -> None:
     optimizer.load_state_dict(ours["optimizer"])
     for _ in range(2):
         optimizer.zero_grad()
-        model.loss(*data()).backward()
+        dw.backward(model.loss(*data()))
         optimizer.step()
     assert_close(model.state_dict(), one_process())
 
@@ -207,13 +207,13 @@ def test_weights_can_be_changed_by_hand(stage: int) -> None:
     """Within `gathered_weights`, also where each rank has a share of them alone."""
     model = net()
     optimizer = adamw(model)
-    model.loss(*data()).backward()
+    dw.backward(model.loss(*data()))
     optimizer.step()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
     optimizer.zero_grad()
-    model.loss(*data()).backward()
+    dw.backward(model.loss(*data()))
     optimizer.step()
     for weights in launch(DeepSpeedStrategy(stage=stage), by_hand):
         assert_close(weights, model.state_dict())
@@ -237,7 +237,7 @@ def test_a_clamp_of_data_acts(stage: int) -> None:
     optimizer = adamw(model)
     for _ in range(3):
         optimizer.zero_grad()
-        model.loss(*data()).backward()
+        dw.backward(model.loss(*data()))
         optimizer.step()
         for parameter in model.parameters():
             parameter.data.clamp_(-0.1, 0.1)
@@ -250,7 +250,7 @@ def discarded(set_to_none: bool, of_model: bool) -> dict[str, torch.Tensor]:
     model = dw.wrap_model(net())
     optimizer = adamw(model)
     for step in range(4):
-        model.loss(*share()).backward()
+        dw.backward(model.loss(*share()))
         if step % 2:
             optimizer.step()
         (model if of_model else optimizer).zero_grad(set_to_none=set_to_none)
@@ -264,7 +264,7 @@ def test_gradients_are_thrown_away(stage: int, set_to_none: bool, of_model: bool
     model = net()
     optimizer = adamw(model)
     for step in range(4):
-        model.loss(*data()).backward()
+        dw.backward(model.loss(*data()))
         if step % 2:
             optimizer.step()
         optimizer.zero_grad()
@@ -278,7 +278,7 @@ def of_config(path: str) -> tuple[float, int]:
 
     model = dw.wrap_model(net())
     optimizer = adamw(model)
-    model.loss(*share()).backward()
+    dw.backward(model.loss(*share()))
     dw.optimizer_step(optimizer, max_norm=0.01)
     engine = engine_of(model)
     return float(engine.get_global_grad_norm()), engine.zero_reduce_bucket_size()
@@ -289,7 +289,7 @@ def test_a_config_of_the_users_holds(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 4321}}))
     model = net()
-    model.loss(*data()).backward()
+    dw.backward(model.loss(*data()))
     expected = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     for norm, size in launch(DeepSpeedStrategy(config=path), of_config, str(path)):
         assert (norm, size) == (pytest.approx(expected, rel=1e-5), 4321)
@@ -307,40 +307,91 @@ class ByRows(torch.optim.SGD):
                     parameter.add_(parameter.grad, alpha=-0.1 * float(parameter.norm()))
 
 
-def refused(how: str) -> str:
-    """Do what an engine cannot do, and return the words of the refusal."""
-    model: Any = dw.wrap_model(net().double() if how == "float64" else net())
+class Partly(nn.Module):
+    """Net with a layer that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(5, 3), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output."""
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def refused(how: str) -> None:
+    """Do what an engine cannot do, or would do otherwise than one process."""
     x, y = share()
-    if how == "none":
-        loss = model.loss(x, y)
-    elif how == "two":
-        kept = [adamw(model), torch.optim.SGD(model.first.parameters(), lr=0.1)]
-        loss = model.loss(x, y)
-        assert kept
-    elif how == "others":
-        kept = [torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)]
-        loss = model.loss(x, y)
+    if how == "unused":
+        partly = dw.wrap_model(Partly())
+        optimizer = adamw(partly)
+        dw.backward(partly(x).sum())
+        dw.optimizer_step(optimizer)
+    model: Any = dw.wrap_model(net().double() if how == "float64" else net())
+    parameters = list(model.parameters())
+    if how == "others":
+        dw.wrap_optimizer(torch.optim.SGD([*parameters, nn.Parameter(torch.ones(1))], lr=0.1))
     elif how == "shaped":
-        kept = [ByRows(model.parameters(), lr=0.1)]
+        dw.wrap_optimizer(ByRows(parameters, lr=0.1))
+    elif how == "alone":
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(parameters, lr=0.1).step()
+    elif how == "late":
         loss = model.loss(x, y)
-    loss.backward()
+        adamw(model)
+        dw.backward(loss)
+    elif how == "two models":
+        other: Any = dw.wrap_model(net())
+        assert adamw(model) is not adamw(other)
+        dw.backward(model.loss(x, y) + other.loss(x, y))
+    optimizer = adamw(model)
+    if how == "two":
+        dw.wrap_optimizer(torch.optim.SGD(model.first.parameters(), lr=0.1))
+    if how == "plain":
+        model.loss(x, y).backward()
+    dw.backward(model.loss(x, y))
+    if how == "own clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    elif how == "unfrozen":
+        dw.unwrap_model(model).frozen.requires_grad_(True)
+        optimizer.add_param_group({"params": list(model.module.frozen.parameters())})
+    elif how == "own object":
+        optimizer.engine.user.step()  # type: ignore[attr-defined]
+    elif how == "closure":
+        optimizer.step(lambda: 0.0)
+    optimizer.step()
+    dw.backward(model.loss(x, y))
     raise AssertionError(how)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("none", "Net had no optimizer at its forward, and under strategy='deepspeed' an engine needs both"),
-        ("two", r"Net has 2 optimizers \(AdamW, SGD\), and an engine of DeepSpeed has one"),
-        ("others", "this SGD holds parameters that are not those of Net, and an engine of DeepSpeed has one model"),
-        ("shaped", "ByRows steps by a weight as a whole"),
-        ("float64", "the parameter 'scale' is in torch.float64, and DeepSpeed trains a copy in float32"),
-    ],
-)
-def test_what_an_engine_cannot_do_is_refused_by_name(how: str, message: str) -> None:
-    """Before it trains anything."""
+REFUSED = [
+    ("late", "Net had no engine at its forward. .* call optimizer = wrap_optimizer\\(optimizer\\)"),
+    ("alone", "this step of SGD would not reach DeepSpeed's engine. Call optimizer = wrap_optimizer"),
+    ("own object", "this step of AdamW would not reach DeepSpeed's engine. .* step what it returns"),
+    ("plain", "loss.backward\\(\\) of Net under strategy='deepspeed'.* Call distwrap.backward\\(loss\\) and distwrap"),
+    (
+        "own clip",
+        "parameters\\(\\) between a backward and the step .*distwrap.optimizer_step\\(optimizer, max_norm=…\\)",
+    ),
+    ("not zeroed", "a second backward without zero_grad\\(\\) since the last step"),
+    ("unused", "'unused.weight' has no gradient, as 1 others, since no forward used it"),
+    ("unfrozen", "parameters of AdamW were added, frozen or unfrozen since wrap_optimizer"),
+    ("two", "Net has another optimizer, and an engine of DeepSpeed has one"),
+    ("two models", "the loss is one of Net and Net, which have an engine of DeepSpeed each"),
+    ("others", "this SGD holds parameters that are not those of Net, and an engine of DeepSpeed has one model"),
+    ("shaped", "what a step of ByRows looks at is not known"),
+    ("closure", "step\\(closure\\) is not possible under strategy='deepspeed'"),
+    ("float64", "the parameter 'scale' is in torch.float64, and DeepSpeed trains a copy in float32"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), REFUSED, ids=[how for how, _ in REFUSED])
+@STAGES
+def test_what_an_engine_cannot_do_is_refused_by_name(stage: int, how: str, message: str) -> None:
+    """Before it trains anything otherwise than one process."""
     with pytest.raises(ModelError, match=message):
-        launch(DeepSpeedStrategy(), refused, how)
+        launch(DeepSpeedStrategy(stage=stage), refused, how)
 
 
 def test_it_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
@@ -354,11 +405,11 @@ def test_it_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
 def of_blocks() -> tuple[int, dict[str, torch.Tensor]]:
     """Train a step of a language model of blocks, and count the forwards of its first norm."""
     model: Any = dw.wrap_model(language())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dw.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     calls: list[int] = []
     norm = next(part for part in dw.unwrap_model(model).modules() if isinstance(part, (RMSNorm, nn.LayerNorm)))
     norm.register_forward_pre_hook(lambda *_: calls.append(1))
-    model(texts()[dw.rank() :: 2, :-1]).logsumexp(-1).mean().backward()
+    dw.backward(model(texts()[dw.rank() :: 2, :-1]).logsumexp(-1).mean())
     optimizer.step()
     return len(calls), model.state_dict()
 

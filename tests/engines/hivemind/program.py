@@ -68,7 +68,7 @@ def one_process(steps: int) -> float:
 
 
 def left_behind(token: str) -> list[str]:
-    """Return the processes with a folder in their environment, but for this one, and what is in the folder.
+    """Return the processes with a folder in their environment, but for this one.
 
     torch's manager of shared memory ends by itself some seconds after the last process that used it.
     """
@@ -80,4 +80,4 @@ def left_behind(token: str) -> list[str]:
                 found.append(f"{folder.name} {command}")
         except OSError:
             continue
-    return found + [str(path) for path in Path(token).iterdir()]
+    return found

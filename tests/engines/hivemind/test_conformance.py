@@ -6,6 +6,7 @@ import torch
 
 from distwrap.strategies.hivemind import HivemindStrategy
 from tests.conformance.base import check
+from tests.conformance.behaviours import ALL
 
 HOLDS = (
     "an_exception_ends_all_ranks",
@@ -46,4 +47,5 @@ def test_it_conforms() -> None:
     """On two ranks, in float32, in which peers average."""
     strategy = HivemindStrategy(batch_size=1, matchmaking_seconds=0.5, averaging_seconds=5.0)
     only = {*HOLDS, *REFUSES}
+    assert only <= ALL
     check(strategy, 2, only, REFUSES, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 import time
@@ -16,6 +17,8 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import CollectiveError, LaunchError, ModelError, OptionError, WorkerDiedError
 from distwrap.strategies.hivemind import HivemindStrategy, global_steps
+from distwrap.strategies.hivemind.optimizer import PeerSteps
+from distwrap.strategies.hivemind.peers import Peers
 from tests.engines.hivemind.program import loss_of, made, one_process, step, strategy, train
 from tests.engines.regression import data
 
@@ -54,21 +57,23 @@ def test_users_objects_survive() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         before = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
         wrapped = dw.wrap_optimizer(dw.wrap_optimizer(optimizer))
-        after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1.0)
+        after = torch.optim.lr_scheduler.LambdaLR(wrapped, lambda count: 1 - 0.5 * (count > 0))
         hooked, taken, locally = [], 0, 0
-        optimizer.register_step_pre_hook(lambda *_: hooked.append(1))
-        while global_steps(optimizer) < 2:
-            optimizer.zero_grad()
+        wrapped.register_step_pre_hook(lambda *_: hooked.append(1))
+        while global_steps(wrapped) < 2:
+            wrapped.zero_grad()
             model(torch.ones(6, 5)).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            taken += dw.optimizer_step(optimizer, scheduler=before)
+            taken += dw.optimizer_step(wrapped, scheduler=before)
             after.step()
             locally += 1
             time.sleep(0.02)
-        count = int(optimizer.state[next(model.parameters())]["step"])
-        return wrapped is optimizer, hooked == [1, 1], taken, before.last_epoch, after.last_epoch == locally, count
+        count = int(wrapped.state[next(model.parameters())]["step"])
+        same = wrapped is dw.wrap_optimizer(optimizer) and wrapped.state_dict() == optimizer.state_dict()
+        rate = optimizer.param_groups[0]["lr"]
+        return same, hooked == [1, 1], taken, before.last_epoch, after.last_epoch == locally, count, rate
 
-    assert main() == (True, True, 2, 2, True, 2)
+    assert main() == (True, True, 2, 2, True, 2, 0.05)
 
 
 def test_local_updates() -> None:
@@ -122,6 +127,66 @@ def test_the_last_step_is_taken_where_ranks_come_together() -> None:
     for steps, loss in main():
         assert steps == 1
         assert loss == pytest.approx(one_process(1), rel=1e-3)
+
+
+class Partly(nn.Module):
+    """Net with a layer that no forward uses, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.used, self.unused, self.frozen = nn.Linear(5, 3), nn.Linear(2, 2), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output."""
+        return self.frozen(self.used(x))  # type: ignore[no-any-return]
+
+
+def test_what_has_no_gradient_is_left_alone() -> None:
+    """hivemind fills in zeros, with which weight decay would act; one process leaves such weights alone."""
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+
+    @distributed(strategy=strategy(2, target_batch_size=24), nprocs=2, timeout=60)
+    def main() -> dict[str, torch.Tensor]:
+        model = dw.wrap_model(Partly())
+        optimizer = dw.wrap_optimizer(adamw(model))
+        while global_steps(optimizer) < 2:
+            step(model, optimizer)
+        dw.consolidate(model)
+        assert model.unused.weight.grad is None
+        return model.state_dict()
+
+    found, one = main(), Partly()
+    optimizer = adamw(one)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x, y = data()
+        nn.functional.mse_loss(one(x), y).backward()
+        optimizer.step()
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0.05 if "used." in name[:5] else 0, msg=name)
+
+
+def test_a_step_over_its_target_is_told_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that step in turns hear of each other's samples after their own next step, and take twice the target."""
+    monkeypatch.delenv("DISTWRAP_QUIET", raising=False)
+
+    @distributed(strategy=strategy(2), nprocs=2, timeout=60)
+    def main() -> float:
+        model, optimizer = made()
+        while global_steps(optimizer) < 2:
+            step(model, optimizer)
+            time.sleep(1.5)
+        dw.consolidate(model)
+        return loss_of(model)
+
+    assert main() == pytest.approx(one_process(2), rel=1e-3)
+    assert re.search(
+        r"global step \d took (18|24|30) samples of this run, and target_batch_size is 12", capfd.readouterr().err
+    )
 
 
 # What would be wrong without a word
@@ -178,7 +243,7 @@ def test_a_step_that_raises() -> None:
 
 def test_peers_that_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two islands, each of one peer, are an error on all ranks that says who sees whom."""
-    start = dw.strategies.hivemind.peers.Peers._started  # type: ignore[attr-defined]
+    start = Peers._started
 
     def alone(self: Any, hivemind: Any, initial_peers: Any) -> Any:
         return start(self, hivemind, [])
@@ -189,7 +254,7 @@ def test_peers_that_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> No
     def main() -> None:
         made()
 
-    with pytest.raises(LaunchError, match=r"rank 0 does not see rank 1.*; rank 1 does not see rank 0"):
+    with pytest.raises(LaunchError, match=r"not every rank sees all 2 peers of this run: rank 0 sees 1; rank 1 sees 1"):
         main()
 
 
@@ -210,16 +275,16 @@ def test_a_rank_that_no_longer_steps() -> None:
 
 def test_weights_that_differ_after_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that averaged all weights in a step must have the same ones then."""
-    difference = dw.strategies.hivemind.optimizer.difference  # type: ignore[attr-defined]
+    compare = PeerSteps._compare
 
-    def change(one: Any, world: Any) -> str:
+    def change(self: PeerSteps, *, is_averaged: bool) -> str:
         if dw.rank():
             with torch.no_grad():
-                one.parameters[0].mul_(1.5)
-        return str(difference(one, world))
+                self.parameters[0].mul_(1.5)
+        return compare(self, is_averaged=is_averaged)
 
-    monkeypatch.setattr("distwrap.strategies.hivemind.optimizer.difference", change)
-    monkeypatch.setattr("distwrap.strategies.hivemind.rounds._MISSES", 1)
+    monkeypatch.setattr(PeerSteps, "_compare", change)
+    monkeypatch.setattr("distwrap.strategies.hivemind.optimizer._MISSES", 1)
 
     @distributed(strategy=strategy(2), nprocs=2, launcher="fork", timeout=60)
     def main() -> None:
@@ -288,8 +353,8 @@ def test_what_cannot_be_is_refused() -> None:
         ({"batch_size": 0}, "batch_size=0"),
         ({"run_id": "a.b"}, "without a dot"),
         ({"compression": "bf16"}, "compression"),
-        ({"initial_peers": "/ip4/1.2.3.4"}, "give a list"),
-        ({"initial_peers": ["1.2.3.4:80"]}, "no address of a peer"),
+        ({"initial_peers": "/ip4/1.2.3.4"}, "a list of addresses"),
+        ({"initial_peers": ["1.2.3.4:80"]}, "a list of addresses"),
         ({"initial_peers": ["/ip4/1.2.3.4/tcp/1/p2p/Q"]}, "give target_batch_size too"),
         ({"client_mode": True}, "client takes no connections"),
         ({"matchmaking_seconds": 5.0, "averaging_seconds": 5.0}, "Make it longer"),

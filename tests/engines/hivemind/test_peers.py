@@ -66,7 +66,7 @@ class Run:
 
 @pytest.fixture
 def token() -> Iterator[str]:
-    """Return a folder for the temporary files of runs; neither files nor processes may be left of them."""
+    """Return a folder for the temporary files of runs, of which no processes may be left."""
     token = tempfile.mkdtemp(prefix="hive-", dir="/tmp")  # short, as names of sockets are limited
     yield token
     for run in Run.started:
@@ -126,9 +126,16 @@ def test_nobody_trains_what_a_run_would_join(token: str, tmp_path: Path) -> None
 
 
 def test_nothing_is_left_of_a_caller_that_is_killed(token: str, tmp_path: Path) -> None:
-    """Its ranks end with it, hivemind's processes with them, and what is in the folder for temporary files."""
+    """Its ranks end with it, and hivemind's processes with them; the next run removes the folder of their sockets."""
     run = Run(token, tmp_path, 2, 99)
     run.printed("STEP 1")
     assert [each for each in left_behind(token) if "p2pd" in each]
     run.process.kill()
     run.process.wait(LIMIT)
+    deadline = time.monotonic() + GONE_SECONDS
+    while left_behind(token) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    sockets = {each for each in Path("/tmp").glob("distwrap-peer-*") if any(each.iterdir())}
+    assert sockets
+    Run(token, tmp_path, 1, 1).loss()
+    assert not [each for each in sockets if each.exists()]
