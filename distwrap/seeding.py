@@ -43,10 +43,6 @@ class RandomState:
         # As a tensor, multiprocessing would put it into shared memory, and hold a file open as long as it lives.
         return _unpacked, (bytes(self.torch.tolist()), self.python, self.numpy, self.seed)
 
-    def draws_but_for_torch(self, later: RandomState) -> bool:
-        """Return whether `random` or numpy has drawn until a later state."""
-        return self.python != later.python or str(self.numpy) != str(later.numpy)
-
     def restore(self) -> None:
         """Put the states back."""
         torch.set_rng_state(self.torch)

@@ -1,22 +1,16 @@
-"""Private names of torch's autograd: running backwards, hooks of tensors, saved values of a loss, random operators.
+"""Private names of torch's autograd: running backwards, hooks of tensors.
 
 Every function says which names it relies on, and what happens without them; all were seen in version 2.13.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from distwrap._internals.torch import current_backward
-from distwrap._internals.torch_tree import map_tensors
 
-Number = float | torch.Tensor
-# Operators that neither scale a loss nor add to it.
-_KEEPS = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
-_MEAN = 1  # torch's number of this reduction
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -142,78 +136,3 @@ def saving_hooks() -> Any:
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if hooks is None else hooks(True)
-
-
-def divisors(loss: torch.Tensor) -> list[Number]:
-    """Return the divisor of each term of a loss, such as a count of words, from autograd's saved values.
-
-    Relies on ``torch:ones(1, requires_grad=True).div(2).grad_fn._saved_other``,
-    ``torch:ones(1, requires_grad=True).mean().grad_fn._saved_self_sym_numel``,
-    ``torch:nn.MSELoss()(torch.ones(1, requires_grad=True), torch.ones(1)).grad_fn._saved_reduction``,
-    ``torch:nn.MSELoss()(torch.ones(1, requires_grad=True), torch.ones(1)).grad_fn._saved_self``,
-    ``torch:nn.NLLLoss()(torch.ones(1, 1, requires_grad=True), torch.zeros(1).long()).grad_fn._saved_total_weight``.
-    Without it: a loss with different counts in microbatches is noticed only at batch 1, 2, 4, 8, ….
-    """
-    return list(_terms(loss.grad_fn, 1.0)) or [1.0]
-
-
-def _terms(node: Any, divisor: Number) -> Iterator[Number]:
-    kind = type(node).__name__.partition("Backward")[0]
-    inputs = [each for each, _ in getattr(node, "next_functions", ()) if each is not None]
-    if kind in ("Add", "Sub"):
-        for each in inputs:
-            yield from _terms(each, divisor)
-    elif kind in _KEEPS and inputs:
-        yield from _terms(inputs[0], divisor)
-    elif kind in ("Div", "Mul") and len(inputs) == 1:
-        saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-        number = next((each for each in saved if each is not None), 1.0)
-        if isinstance(number, torch.Tensor) and number.device.type == "cpu":
-            number = float(number)
-        if kind == "Div":
-            yield from _terms(inputs[0], divisor * number)
-        elif isinstance(number, torch.Tensor):
-            yield from _terms(inputs[0], divisor * number.reciprocal())
-        elif number:  # a zero term adds nothing
-            yield from _terms(inputs[0], divisor / number)
-    elif getattr(node, "_saved_reduction", 0) == _MEAN:
-        counted = getattr(node, "_saved_total_weight", None)
-        yield divisor * (node._saved_self.numel() if counted is None else counted)
-    else:
-        yield divisor * getattr(node, "_saved_self_sym_numel", 1)
-
-
-def without_chance() -> AbstractContextManager[object]:
-    """Replace the results of random operators within a ``with`` by constants.
-
-    Relies on ``torch.utils._python_dispatch:TorchDispatchMode``.
-    Without it: a loss with random numbers seems to be neither the mean nor the sum over a batch.
-    """
-    mode = _mode()
-    if mode is None:
-        return nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    both = ExitStack()
-    both.enter_context(sdpa_kernel(SDPBackend.MATH))  # its dropout is a separate operator
-    both.enter_context(mode())
-    return both
-
-
-@cache
-def _mode() -> Any:
-    try:
-        from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError:
-        return None
-
-    class WithoutChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if torch.Tag.nondeterministic_seeded not in func.tags:
-                return result
-            if func.__name__.startswith("native_dropout"):
-                return args[0].clone(), torch.ones_like(result[1])
-            return map_tensors(lambda tensor: tensor.fill_(float(tensor.is_floating_point())), result)
-
-    return WithoutChance

@@ -135,10 +135,7 @@ def estimate_slices(model: nn.Module, ranks: int, nnodes: int, in_precision: InP
 
 
 def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
-    """Estimate the fullest stage of a pipeline over all ranks, after the first batch.
-
-    Only that batch shows which stage uses the parameters outside of blocks; here the fullest stage has all of them.
-    Before it, each rank has the weights of the whole model.
+    """Estimate the fullest stage of a pipeline over all ranks. While a model is wrapped, each rank has all of it.
 
     Args:
         model: a model on any device, also the meta device.
@@ -151,13 +148,13 @@ def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, mak
         >>> estimate_stages(blocks, 2, InPrecision("32", torch.device("cpu")), optimizer("sgd")).parameters
         1080
     """
-    from distwrap.strategies.pipeline.blocks import find_chain  # torch's pipelines, which take a while to import
+    from distwrap.strategies.pipeline.blocks import find_blocks  # torch's pipelines, which take a while to import
 
     if ranks == 1:
         return Need("pipeline", why_not="one rank has no other to share with")
     model = unwrap_model(model)
     try:
-        chain = find_chain(model, ranks, None)
+        places = find_blocks(model, ranks, None).places(model)
     except ModelError:
         return Need("pipeline", why_not=f"no list of at least {ranks} blocks, for as many stages")
     kept = _Kept(model, in_precision)
@@ -165,9 +162,9 @@ def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, mak
     named = [(name, kept.of[id(each)]) for name, each in model.named_parameters(remove_duplicate=False)]
     needs = []
     for stage in range(ranks):
-        own = list({each: None for name, each in named if chain.stage_of(name) in (stage, None)})
+        own = list({each: None for name, each in named if stage in places[name]})
         trained = [each for each in own if each.requires_grad]
-        buffers = [buffer for name, buffer in model.named_buffers() if chain.stage_of(name) in (stage, None)]
+        buffers = [buffer for name, buffer in model.named_buffers() if stage in places[name]]
         held = _bytes(own) + _bytes(buffers)
         needs.append(Need("pipeline", held, _bytes(trained), 0, sum(state[each] for each in trained)))
     return max(needs, key=lambda need: need.total)

@@ -90,8 +90,6 @@ ONLY_BY_HELPERS = ("plain_backward_and_step", "retrofit", "batch_norm")
 IN_STAGES = ("lbfgs", "torchs_own_clip")
 OTHERS = "ddp, fsdp and pipeline have the behaviours of a heart in `make test`"
 SCHEDULES = "the cell pipeline, whose stages run in another order"
-# Found out by running the user's code, which is what the user's code notices.
-GUESSED = ("the_users_code_runs_once_a_call",)
 
 # What `make test` asks.
 HEART = frozenset(behaviours.BEHAVIOURS)
@@ -121,7 +119,14 @@ CELLS = (
     Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
     Cell("tp", "tp", refuses=("lbfgs", "deepcopy"), slow=OTHERS),
     Cell("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
-    Cell("pipeline", "pipeline", refuses=IN_STAGES, fails=GUESSED),
+    Cell("pipeline", "pipeline", refuses=IN_STAGES),
+    Cell(
+        "pipeline over microbatches",
+        PipelineStrategy(loss="loss", check=True),
+        2,
+        (*IN_STAGES, "batch_norm"),
+        only=AGAIN,
+    ),
     Cell(
         "pipeline, interleaved", PipelineStrategy(schedule="interleaved"), 2, IN_STAGES, only=AGAIN, nightly=SCHEDULES
     ),

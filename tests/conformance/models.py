@@ -203,6 +203,8 @@ class NormedNet(SmallNet):
     def __init__(self) -> None:
         super().__init__()
         self.statistics = nn.BatchNorm1d(6, affine=False)
+        for name in ("embed", "blocks", "head"):  # after it, as they are used
+            self._modules[name] = self._modules.pop(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs."""

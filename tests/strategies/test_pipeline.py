@@ -16,10 +16,9 @@ import distwrap as dw
 from distwrap.errors import CollectiveError, ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.strategies.pipeline import PipelineStrategy
-from distwrap.strategies.pipeline.absent import Absent, is_here
-from distwrap.strategies.pipeline.blocks import find_chain
+from distwrap.strategies.pipeline.blocks import find_blocks
+from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
 from distwrap.testing import run_ranks
-from tests.slow import nightly
 
 WORDS, LENGTH, WIDTH, BATCH = 11, 5, 8, 12
 
@@ -44,9 +43,9 @@ class GPT(nn.Module):
 
     def __init__(self, *, tied: bool = False, blocks: int = 6, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.token, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.factor = 1.0
         if tied:
             self.head.weight = self.token.weight
@@ -88,6 +87,10 @@ def data(count: int = 4) -> TensorDataset:
 def batches(count: int = 4) -> Any:
     """Return the batches of this rank's share, of which all shares together have as many as one process."""
     return dw.shard_loader(DataLoader(data(count), BATCH), batch_size="global")
+
+
+def simulated(strategy: PipelineStrategy, nprocs: int = 2) -> Any:
+    return dw.distributed(strategy=strategy, nprocs=nprocs, launcher="simulate", returns="all")
 
 
 def prepared(make: Any = torch.optim.AdamW, *, dtype: torch.dtype = torch.float64, **net: Any) -> tuple[Any, Any]:
@@ -154,11 +157,23 @@ def shares() -> int:
     return current_world().layout.size
 
 
-def everything() -> dict[str, Any]:
-    """Train in all ways of a loop, in float64; return the weights, and the losses beside them."""
+def known(targets: torch.Tensor) -> torch.Tensor:
+    return (targets != 0).sum()
+
+
+# What is said of each loss.
+SAID: dict[str, dict[str, Any]] = {
+    "loss": {"loss": "loss", "check": True},
+    "loss_sum": {"loss": "loss_sum", "reduction": "sum"},
+    "known_loss": {"loss": "known_loss", "weight": known},
+}
+
+
+def everything(loss: str) -> dict[str, Any]:
+    """Train in all ways of a loop with a loss, in float64; return the weights, and the losses beside them."""
     found: dict[str, Any] = {}
     for how, make, tied in CASES:
-        if how != "neither" or shares() == 1:  # a mean of the shares' means is another loss
+        if loss == {"scale_loss": "loss_sum", "neither": "known_loss"}.get(how, "loss"):
             weights, losses = trained(how, make, tied)
             found[f"{how} by {make.__name__}, tied={tied}"] = {**weights, "losses": losses}
     return found
@@ -166,29 +181,35 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def in_one_process() -> dict[str, Any]:
-    [found] = run_ranks(everything, 1, timeout=60)
+    [found] = run_ranks(lambda: {loss: everything(loss) for loss in SAID}, 1, timeout=60)
     return dict(found)
 
 
 @pytest.mark.parametrize(
-    ("nprocs", "options"),
+    ("nprocs", "loss", "options"),
     [
-        (2, {}),
-        nightly(3, {"schedule": "gpipe"}, row="products", why="two stages show it"),
-        (2, {"schedule": "interleaved"}),
-        nightly(4, {"stages": 2, "split": ["blocks.2"]}, row="products", why="two stages show it"),
+        (2, "loss", {"launcher": "fork"}),
+        (2, "loss_sum", {}),
+        (2, "known_loss", {"schedule": "gpipe"}),
+        (3, "loss", {"schedule": "gpipe"}),
+        (2, "loss", {"schedule": "interleaved"}),
+        (4, "loss", {"stages": 2, "split": ["blocks.2"]}),
     ],
     ids=lambda value: str(value),
 )
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
-def test_it_trains_as_one_process_does(nprocs: int, options: dict[str, Any], in_one_process: dict[str, Any]) -> None:
-    """Every schedule, on two pipelines too, gives one process's weights and losses, in all ways of a loop."""
-    run = dw.distributed(strategy=PipelineStrategy(**options), nprocs=nprocs, returns="all", timeout=60)
-    for found in run(everything)():
+def test_it_trains_as_one_process_does(
+    nprocs: int, loss: str, options: dict[str, Any], in_one_process: dict[str, Any]
+) -> None:
+    """Every schedule and kind of loss, on two pipelines too, gives one process's weights, in all ways of a loop."""
+    launcher = {"launcher": options.get("launcher", "simulate"), "nprocs": nprocs, "returns": "all", "timeout": 60}
+    said = {**SAID[loss], **{name: value for name, value in options.items() if name != "launcher"}}
+    run = dw.distributed(strategy=PipelineStrategy(**said), **launcher)
+    for found in run(everything)(loss):
         assert found
         for case, values in found.items():
             try:
-                approximately(values, in_one_process[case])
+                approximately(values, in_one_process[loss][case])
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from None
 
@@ -222,7 +243,8 @@ def test_half_precision(precision: str) -> None:
     one = dw.distributed(strategy="single", precision=precision)(in_half)
     expected, steps = one(precision, poisoned)
     assert (False in steps) == poisoned
-    run = dw.distributed(strategy=PipelineStrategy(), nprocs=2, precision=precision, returns="all", timeout=60)
+    strategy = PipelineStrategy(loss="loss")
+    run = dw.distributed(strategy=strategy, nprocs=2, precision=precision, returns="all", timeout=60)
     for found, taken in run(in_half)(precision, poisoned):
         assert taken == steps
         approximately(found, expected, 2e-3)
@@ -246,7 +268,7 @@ def memory(tied: bool) -> dict[str, Any]:
 
 @pytest.mark.slow("others of its kind are in make test")
 def test_a_rank_has_its_stage_alone() -> None:
-    """Each rank has its blocks, and of the rest what its stage computes of, in whatever order it was registered."""
+    """Each rank has its blocks; the first one also what is registered before them, and the last one what is after."""
     run = dw.distributed(strategy="pipeline", nprocs=3, returns="all", timeout=60)(memory)
     found = run(False)
     assert [each["blocks"] for each in found] == [[0, 1], [2, 3], [4, 5]]
@@ -254,7 +276,7 @@ def test_a_rank_has_its_stage_alone() -> None:
     assert names == [["position.weight", "token.weight"], [], ["head.weight", "norm.bias", "norm.weight"]]
     assert sum(each["here"] for each in found) == found[0]["all"]
     assert max(each["here"] for each in found) < 0.45 * found[0]["all"]
-    assert "head.weight" in run(True)[0]["names"]  # which is the embedding too
+    assert "token.weight" in run(True)[2]["names"]  # which is the head too
 
 
 def evaluated() -> dict[str, Any]:
@@ -330,53 +352,49 @@ def test_checkpoints_go_from_one_strategy_to_another(tmp_path: Path) -> None:
 class Unlike(GPT):
     """Models that cannot be divided, each in one way."""
 
-    def backwards(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens)
-        for block in reversed(self.blocks):
-            x = block(x, torch.ones(LENGTH, LENGTH, dtype=torch.bool))
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+    way = ""
 
-    def skipping(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x, outputs = self.token(tokens), []
-        for block in self.blocks:
+        for block in reversed(self.blocks) if self.way == "backwards" else self.blocks:
             x = block(x, torch.ones(LENGTH, LENGTH, dtype=torch.bool))
             outputs.append(x)
-        return F.cross_entropy(self.head(x + outputs[0]).flatten(0, 1), targets.flatten())
-
-    def looking(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens)
-        for block in self.blocks:
-            x = block(x, torch.ones(LENGTH, LENGTH, dtype=torch.bool))
-            if x.sum().item() > 1e9:
+            if self.way == "looking" and x.sum().item() > 1e9:
                 break
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        return self.head(x + outputs[0] if self.way == "skipping" else x)
 
 
 def refused() -> None:
     with pytest.raises(ModelError, match="none at all"):
-        dw.wrap_model(nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="blocks of 1"):
+        dw.wrap_model(Lossy())
+    with pytest.raises(ModelError, match="blocks' of 1"):
         dw.wrap_model(GPT(blocks=1))
     with pytest.raises(OptionError, match="leave comm out"):
         dw.wrap_model(GPT(), comm="bytegrad")
+    with pytest.raises(ModelError, match=r"method of Linear in loss="):
+        dw.wrap_model(nn.Linear(2, 2))
     model = dw.wrap_model(Unlike())
     x, y = next(iter(batches()))
     with pytest.raises(ModelError, match="given different ones: 'tensor 0'"):
         model.loss((x + dw.rank()) % WORDS, y)
-    with pytest.raises(ModelError, match=r"called 'blocks.5'"):
-        model.backwards(x, y)
-    with pytest.raises(ModelError, match=r"the output of 'blocks.0'"):
-        model.skipping(x, y)
-    with pytest.raises(ModelError, match=r"computed from blocks\.0"):
-        model.looking(x, y)
+    for model.way, words in (("backwards", r"called 'blocks.5'"), ("looking", r"computed from blocks\.0"), ("", "")):
+        if words:
+            with pytest.raises(ModelError, match=words):
+                model.loss(x[: 6 if model.way == "looking" else 12], y[: 6 if model.way == "looking" else 12])
+    model.way = "skipping"
+    with pytest.raises((ModelError, CollectiveError), match=r"depends on blocks\.0|raised in a forward"):
+        model.loss(x, y)
+    with pytest.raises(ModelError, match=r"'blocks.0' is called outside of a forward"):
+        model.blocks[0](x)
+    model.way = ""
     loss = model.loss(x, y)
     loss.backward()
     with pytest.raises(ModelError, match="a second backward"):
         loss.backward()
-    with pytest.raises(ModelError, match="torch's clips"):
+    with pytest.raises(ModelError, match="To clip by a norm over all gradients"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(ModelError, match="LBFGS takes products"):
-        dw.wrap_optimizer(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ModelError, match="steps by all parameters at once"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: loss)
     with pytest.raises(ModelError, match="copied or pickled"):
         torch.save(model.state_dict(), BytesIO())
     if dw.rank() == 0:
@@ -385,10 +403,15 @@ def refused() -> None:
             model(x)
 
 
+class Lossy(nn.Module):
+    def loss(self) -> None:
+        """Return nothing."""
+
+
 @pytest.mark.slow("others of its kind are in `make test`")
 def test_what_cannot_be_divided_is_refused_by_name() -> None:
     """Models without a chain of blocks, methods that do not follow it, and steps over a part are errors by name."""
-    dw.distributed(strategy="pipeline", nprocs=2, timeout=60)(refused)()
+    dw.distributed(strategy=PipelineStrategy(loss="loss"), nprocs=2, timeout=60)(refused)()
 
 
 @pytest.mark.parametrize(
@@ -397,7 +420,10 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         ({"schedule": "zigzag"}, "zigzag"),
         ({"stages": 1}, "stages=1: it must be a whole number from 2"),
         ({"microbatches": 0}, "microbatches=0: it must be"),
-        ({"reduction": "max"}, "max"),
+        ({"loss": "loss", "reduction": "max"}, "max"),
+        ({"reduction": "sum"}, "reduction= is of use with loss= alone"),
+        ({"loss": "loss", "reduction": "sum", "weight": len}, "a sum needs no weights"),
+        ({"split": "blocks.1"}, "it is a list of names"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
@@ -415,30 +441,72 @@ def test_stages_that_do_not_divide_the_ranks_are_refused() -> None:
 def test_blocks_are_cut_into_stages_of_alike_size() -> None:
     """Stages have as many parameters each as can be, and begin where the user says."""
     net = GPT(blocks=5)
-    assert find_chain(net, 2, None).names == [f"blocks.{number}" for number in range(5)]
-    assert find_chain(net, 3, None).ends in ([2, 4, 5], [2, 3, 5], [1, 3, 5])
+    assert find_blocks(net, 2, None).names == [f"blocks.{number}" for number in range(5)]
+    assert find_blocks(net, 3, None).ends in ([2, 4, 5], [2, 3, 5], [1, 3, 5])
     heavy = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
-    assert find_chain(heavy, 2, None).ends == [1, 5]
-    assert find_chain(net, 3, ["blocks.1", "blocks.2"]).ends == [1, 2, 5]
-    assert find_chain(net, 2, ["blocks"]).names == ["norm", "head", "token", "position", "blocks"]
+    assert find_blocks(heavy, 2, None).ends == [1, 5]
+    assert find_blocks(net, 3, ["blocks.1", "blocks.2"]).ends == [1, 2, 5]
+    assert find_blocks(net, 2, ["blocks"]).names == ["token", "position", "blocks", "norm", "head"]
     with pytest.raises(OptionError, match="unknown block"):
-        find_chain(net, 2, ["blocks.9"])
+        find_blocks(net, 2, ["blocks.9"])
     with pytest.raises(OptionError, match="beginnings"):
-        find_chain(net, 3, ["blocks.1"])
+        find_blocks(net, 3, ["blocks.1"])
 
 
-def test_absent_tensors_have_sizes_and_no_numbers() -> None:
-    """What is computed of an absent tensor is absent, knows of what it was computed, and cannot be read."""
-    absent = Absent(torch.ones(2, 3), {"a"})
-    other = Absent(torch.ones(3), {"b"})
-    assert (absent + other).shape == (2, 3)
-    assert (absent + other).sources == {"a", "b"}
-    absent[0].add_(other)  # in a view, which has the sources of the whole
-    assert absent.sources == {"a", "b"}
-    assert is_here(torch.ones_like(absent))
-    assert torch.equal(absent.new_zeros(2), torch.zeros(2))
-    for read in (lambda: absent.sum().item(), lambda: bool(absent.sum() > 0), lambda: absent.nonzero()):
+def test_remote_tensors_have_sizes_and_no_numbers() -> None:
+    """What is computed from a remote tensor is remote, knows its device and a source, and cannot be read."""
+    remote = RemoteTensor.like(torch.ones(2, 3), "a")
+    found = (torch.ones(3) * remote).softmax(-1)
+    assert (type(found), found.shape, found.device, found.source) == (RemoteTensor, (2, 3), torch.device("cpu"), "a")
+    assert is_here(torch.ones_like(remote))
+    assert torch.equal(remote.new_zeros(2), torch.zeros(2))
+    remote[0].add_(torch.ones(3))
+    for read in (lambda: remote.sum().item(), lambda: bool(remote.sum() > 0), lambda: remote.nonzero(), remote.numpy):
         with pytest.raises(ModelError, match="reads numbers"):
             read()
-    with pytest.raises(ModelError, match="would write numbers"):
-        torch.ones(2, 3).add_(absent)
+    real = torch.ones(2, 3)
+    for write in (lambda: real.add_(remote), lambda: real.__iadd__(remote), lambda: real.__setitem__(0, remote[0])):
+        with pytest.raises(ModelError, match="would write numbers"):
+            write()
+    assert torch.equal(real, torch.ones(2, 3))
+
+
+class Conditioned(nn.Module):
+    """Blocks that all take what is computed before them, as the time of a diffusion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.time = nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.double()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        time = self.time(x[:, :1])
+        for block in self.blocks:
+            x = torch.tanh(block(x) + time)
+        return (x - 1).square().mean()
+
+
+def conditioned() -> list[float]:
+    model = dw.wrap_model(Conditioned())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        loss = model.loss(x)
+        dw.backward(loss)
+        dw.optimizer_step(optimizer, max_norm=0.5)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow("others of its kind are in `make test`")
+def test_what_several_stages_use_is_named() -> None:
+    """A module outside of the blocks that all stages use is an error that names the option, with which it trains."""
+    with pytest.raises(ModelError, match=r"depends on time\.\w+, whose numbers another stage has.*everywhere="):
+        simulated(PipelineStrategy(loss="loss"))(conditioned)()
+    [expected] = run_ranks(conditioned, 1, timeout=60)
+    for found in simulated(PipelineStrategy(loss="loss", everywhere=["time"], check=True))(conditioned)():
+        assert found == pytest.approx(expected, abs=1e-9)

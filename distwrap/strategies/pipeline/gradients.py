@@ -1,4 +1,4 @@
-"""Gradients that a schedule has computed, and that the backward of the loss stores in the parameters."""
+"""Gradients that a pass has computed, and that the backward of the loss stores in the parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from distwrap._internals.torch_autograd import without_hooks
+from distwrap._internals.torch_tree import map_tensors
 from distwrap.errors import ModelError
 
 Gradients = dict[nn.Parameter, torch.Tensor]
@@ -57,6 +58,15 @@ class Results(torch.autograd.Function):
         hand_on, ctx.hand_on = ctx.hand_on, None
         hand_on(list(grads))
         return None, None, *(None for _ in grads)
+
+
+def linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:
+    """Return a result in which some tensors pass on their gradients."""
+    anchor = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        found = Results.apply(anchor, hand_on, *tensors)  # type: ignore[no-untyped-call]
+    instead = {id(tensor): new for tensor, new in zip(tensors, found, strict=True)}
+    return map_tensors(lambda tensor: instead.get(id(tensor), tensor), result)
 
 
 def is_of_pass(node: Any) -> bool:

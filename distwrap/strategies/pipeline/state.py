@@ -13,30 +13,30 @@ from distwrap.model.state_dict import strip_module_prefix
 from distwrap.nesting import refilled
 from distwrap.strategies.optimizer_state import full_state, state_in_parts
 from distwrap.strategies.owned_tensors import on_owner
-from distwrap.strategies.pipeline.absent import is_here
-from distwrap.strategies.pipeline.holders import Holders
+from distwrap.strategies.pipeline.placement import Placement
+from distwrap.strategies.pipeline.remote import is_here
 
 
 class States:
-    """States of one model and its optimizers.
+    """States of models and their optimizers.
 
     Args:
-        net: the user's model.
-        holders: the ranks that have each tensor.
+        models: the user's models in stages, with the ranks that hold their tensors.
         device: the device of this rank.
     """
 
-    def __init__(self, net: nn.Module, holders: Holders, device: torch.device) -> None:
-        self._net, self._holders, self._device = net, holders, device
+    def __init__(self, models: list[tuple[nn.Module, Placement]], device: torch.device) -> None:
+        self._net, self._device = models[0][0], device
+        self._owners = {key: rank for _, placement in models for key, rank in placement.owners().items()}
 
     def of_model(self, *, everywhere: bool) -> dict[str, Any]:
         """Return the model's state dict, or an empty one on ranks that do not need it; a collective."""
-        state, owners, known = self._net.state_dict(keep_vars=True), self._owners(), {}
+        state, known = self._net.state_dict(keep_vars=True), {}
         wanted = everywhere or dist.get_rank() == 0
         for name, tensor in list(state.items()):
             if isinstance(tensor, torch.Tensor):
                 if id(tensor) not in known:
-                    known[id(tensor)] = self._brought(tensor, owners[id(tensor)], wanted)
+                    known[id(tensor)] = self._brought(tensor, wanted)
                 state[name] = known[id(tensor)]
         if not wanted:
             state.clear()
@@ -75,11 +75,17 @@ class States:
         self._net.load_state_dict(refilled(given, [own.get(name) if value is None else value for name, value in pairs]))
 
     def parts_of_model(self) -> dict[str, Any]:
-        """Return the model's state dict with each tensor as one piece on its owner."""
-        state, owners = self._net.state_dict(keep_vars=True), self._owners()
+        """Return the model's state dict with each tensor as one piece on its owner; a number alone is sent to all."""
+        state = self._net.state_dict(keep_vars=True)
         for name, tensor in list(state.items()):
             if isinstance(tensor, torch.Tensor):
-                state[name] = self._part(tensor.detach(), owners[id(tensor)])
+                owner, mine = self._owners[id(tensor)], tensor.detach()
+                if not mine.dim():
+                    state[name] = self._brought(tensor, wanted=True)
+                    continue
+                here = dist.get_rank() == owner
+                local = mine.contiguous() if here else torch.empty(0, dtype=mine.dtype, device=self._device)
+                state[name] = on_owner(local, tuple(mine.shape), owner)
         return state
 
     def parts_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -92,30 +98,17 @@ class States:
         pairs = zip(saved, _parameters(optimizer), strict=False)
         return set(state["state"]) - {index for index, parameter in pairs if not is_here(parameter)}
 
-    def _owners(self) -> dict[int, int]:
-        """Return the rank of each tensor by id, which is in the first pipeline and so among the first ranks."""
-        ranks = self._holders.ranks
-        return {id(tensor): min(ranks[name]) for name, tensor in self._holders.tensors().items()}
-
     def _owners_of(self, optimizer: Optimizer) -> dict[int, int]:
         """Return the rank that has the state of each parameter of an optimizer, by the parameter's number."""
-        owners = self._owners()
-        return {index: owners.get(id(parameter), 0) for index, parameter in enumerate(_parameters(optimizer))}
+        return {index: self._owners.get(id(each), 0) for index, each in enumerate(_parameters(optimizer))}
 
-    def _brought(self, tensor: torch.Tensor, owner: int, wanted: bool) -> torch.Tensor:
+    def _brought(self, tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+        owner = self._owners[id(tensor)]
         mine = dist.get_rank() == owner
-        numbers = tensor.detach().contiguous() if mine else self._empty(tensor)
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        numbers = tensor.detach().contiguous() if mine else empty
         dist.broadcast(numbers, src=owner)
         return numbers.cpu() if wanted else torch.empty(0)
-
-    def _part(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
-        """Return a tensor as one whole piece on its owner."""
-        mine = dist.get_rank() == owner
-        local = tensor.contiguous() if mine else torch.empty(0, dtype=tensor.dtype, device=self._device)
-        return on_owner(local, tuple(tensor.shape), owner)
-
-    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

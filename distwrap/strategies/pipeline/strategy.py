@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Sequence
-from types import FrameType
+from collections.abc import Callable, Collection, Iterable, Sequence
+from types import MethodType
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -20,49 +19,56 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import Layout, RunPart, World, current_world
 from distwrap.model.in_sync import Held, left_to_ranks
-from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of
+from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of, strategy_of
 from distwrap.options import Options
-from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
 from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.optimizer_scope import refuse_scope
-from distwrap.strategies.pipeline.absent import Absent, is_here, is_in_step
-from distwrap.strategies.pipeline.blocks import find_chain
+from distwrap.strategies.pipeline.blocks import find_blocks
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
-from distwrap.strategies.pipeline.schedule import Line
+from distwrap.strategies.pipeline.placement import Placement, StageGroup
+from distwrap.strategies.pipeline.remote import is_here
 from distwrap.strategies.pipeline.state import States
 from distwrap.strategies.single import local
 from distwrap.versions import PIPELINE_SINCE, require_torch
 from distwrap.wording import named_ranks, unknown_name
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
+_REDUCTIONS = ("mean", "sum")
 
 
 class PipelineStrategy(Strategy):
     """Strategy in which a model's blocks run in stages, one after the other on the ranks, over microbatches.
 
-    A step is ``loss = model.loss(x, y); loss.backward()``: a method that returns a loss runs torch's schedule, which
-    also computes the gradients, and the loss's backward adds them to the parameters. With gradients switched off, any
-    method of the model runs through all stages, and returns its result on every rank. All ranks of a pipeline must call
-    the method with the same batch, which `shard_loader` gives them.
+    A step is ``loss = model.loss(x, y); loss.backward()``: the method that `loss` names runs torch's schedule, which
+    also computes the gradients, and the loss's backward adds them to the parameters. Without `loss`, and with gradients
+    switched off, a forward of the model runs a whole batch through all stages, and returns its result on every rank.
+    All ranks of a pipeline must give it the same batch, which `shard_loader` does.
 
     Args:
+        split: the names of the blocks at which stages begin, without the first; by default the longest list of blocks
+            is cut into stages with about equally many parameters.
         stages: the number of ranks of one pipeline; several pipelines train as under DDP. By default all ranks are one
             pipeline.
-        schedule: ``"1f1b"``, ``"gpipe"``, or ``"interleaved"``, in which a rank has two stages.
+        loss: the name of the model's method that returns the loss, with the target as its last argument; or a function
+            of the model's output and a target, which then is ``model.loss(*inputs, target)``.
+        reduction: whether a loss is the ``"mean"`` or the ``"sum"`` over its batch.
+        weight: for a mean over what counts, as words that are no padding: a function of the loss method's last argument
+            that returns how much counts in it. Without it each sample counts alike.
         microbatches: the largest number of parts into which a batch is cut; the largest number up to it that divides
-            the batch is taken. By default it is two for each rank, and one if a forward changes buffers, as a batch
-            norm does. If a number is given here, each microbatch changes the buffers, and a batch norm takes its
-            statistics from one microbatch, as in other pipelines.
-        split: the names of the blocks at which stages begin, without the first; by default the model's longest chain of
-            blocks is cut into stages with about equally many parameters.
-        reduction: whether a loss is the ``"mean"`` or the ``"sum"`` over its batch; ``"auto"`` finds out from the first
-            batch.
+            the batch is taken. By default it is two for each rank.
+        schedule: ``"1f1b"``, ``"gpipe"``, or ``"interleaved"``, in which a rank has two stages.
+        everywhere: the names of modules and parameters outside of the blocks that every stage holds. By default the
+            first stage holds what is registered before the blocks, and the last one what is registered after them.
+        check: whether the loss of each batch is also computed as a whole, from the outputs that the last stage has, and
+            compared. Use it in a first run.
 
     Raises:
         OptionError: an option is wrong.
 
     Example:
-        >>> PipelineStrategy(schedule="gpipe", microbatches=4).microbatches
+        >>> PipelineStrategy(loss="loss", schedule="gpipe", microbatches=4).microbatches
         4
 
     Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
@@ -73,21 +79,37 @@ class PipelineStrategy(Strategy):
 
     def __init__(
         self,
-        stages: int | None = None,
-        schedule: str = "1f1b",
-        microbatches: int | None = None,
         split: Sequence[str] | None = None,
-        reduction: Literal["auto", "mean", "sum"] = "auto",
+        *,
+        stages: int | None = None,
+        loss: str | Callable[[Any, Any], torch.Tensor] | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        weight: Callable[[Any], Any] | None = None,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        everywhere: Collection[str] = (),
+        check: bool = False,
     ) -> None:
         if schedule not in _SCHEDULES:
             raise OptionError(unknown_name("schedule", schedule, _SCHEDULES))
-        if reduction not in ("auto", "mean", "sum"):
-            raise OptionError(unknown_name("reduction", reduction, ("auto", "mean", "sum")))
+        if reduction not in _REDUCTIONS:
+            raise OptionError(unknown_name("reduction", reduction, _REDUCTIONS))
         for name, value, least in (("stages", stages, 2), ("microbatches", microbatches, 1)):
             if value is not None and not is_whole(value, least):
                 raise OptionError(f"{name}={value!r}: it must be a whole number from {least}.")
-        self.stages, self.schedule, self.microbatches = stages, schedule, microbatches
-        self.split, self.reduction = split, reduction
+        for name, names in (("split", split), ("everywhere", everywhere)):
+            if isinstance(names, str):
+                raise OptionError(f"{name}={names!r}: it is a list of names, as [{names!r}].")
+        if weight is not None and (reduction == "sum" or not callable(weight)):
+            raise OptionError("weight= is a function of a target, for reduction='mean': a sum needs no weights.")
+        said = {"reduction": reduction != "mean", "weight": weight, "check": check, "microbatches": microbatches}
+        if loss is None and (lost := [name for name, value in said.items() if value]):
+            raise OptionError(
+                f"{lost[0]}= is of use with loss= alone: name the method that returns the loss, as loss='loss'. "
+                "Without it a batch runs as a whole."
+            )
+        self.split, self.stages, self.loss, self.reduction, self.weight = split, stages, loss, reduction, weight
+        self.microbatches, self.schedule, self.everywhere, self.checks = microbatches, schedule, everywhere, check
         self._mesh: DeviceMesh | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,13 +133,19 @@ class PipelineStrategy(Strategy):
         return Layout(self._mesh.get_local_rank("data"), size // stages, self._mesh.get_group("data"), self._mesh)
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        name, net = self.loss, unwrap_model(model)
+        if callable(name):
+            name = _put_loss(net, name)
+        elif name is not None and not callable(getattr(net, name, None)):
+            methods = [each for each in dir(net) if not hasattr(nn.Module, each) and callable(getattr(net, each))]
+            raise ModelError(unknown_name(f"method of {type(net).__name__} in loss=", name, methods))
         if world.placement.world_size == 1:
             return local(model, wrapping)
         if wrapping.comm is not None:
             raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
-        for name in wrapping.options:
+        for option in wrapping.options:
             raise OptionError(
-                f"wrap_model() got {name!r}, and strategy='pipeline' takes no options there: give its own to "
+                f"wrap_model() got {option!r}, and strategy='pipeline' takes no options there: give its own to "
                 f"PipelineStrategy(...)."
             )
         if self._mesh is None:
@@ -125,25 +153,21 @@ class PipelineStrategy(Strategy):
                 "strategy='pipeline' arranges the ranks when the run begins: give it to @distributed(strategy=...), or "
                 "as DISTWRAP_STRATEGY, and leave it out of wrap_model()."
             )
-        group = self._mesh.get_group("stage")
-        ranks = dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(self._mesh.get_group("stage"))
         stages = len(ranks) * (2 if self.schedule == "interleaved" else 1)
-        chain = find_chain(model, stages, self.split)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                numbers = tensor.detach().contiguous()
-                dist.broadcast(numbers, src=0)
-                tensor.copy_(numbers)
-        own = list(range(dist.get_rank(group), stages, len(ranks)))
-        line = Line(group, ranks, own, stages, wrapping.device)
-        settings = PassSettings(
-            self.schedule, self.microbatches or 2 * len(ranks), self.microbatches is not None, self.reduction
-        )
+        own = list(range(self._mesh.get_local_rank("stage"), stages, len(ranks)))
+        group = StageGroup(self._mesh.get_group("stage"), ranks, own, stages, wrapping.device)
+        blocks = find_blocks(net, stages, self.split)
+        take_rank_zero_weights(net)
+        placement = Placement(net, blocks, group, self.everywhere)
+        most, is_given = self.microbatches or 2 * len(ranks), self.microbatches is not None
+        settings = PassSettings(self.schedule, most, is_given, name, self.reduction, self.weight, self.checks)
         world.part(StageOptimizers)
-        return PipelineModel(PipelineRouting(model, chain, line, world, wrapping, settings))
+        return PipelineModel(PipelineRouting(model, blocks, placement, group, world, wrapping, settings))
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
-        _refuse_whole(optimizer)
+        if not all(map(is_here, parameters_of(optimizer).values())):
+            _adopt(optimizer)
         return optimizer
 
     def sync_gradients(self, model: nn.Module, on: bool) -> None:
@@ -155,11 +179,10 @@ class PipelineStrategy(Strategy):
         divided: set[int] = set()
         counted: set[int] = set()
         group = None
-        for model in current_world().part(WrappedModels).of_optimizer(optimizer):
-            if isinstance(routing := routing_of(model), PipelineRouting):
-                divided |= set(map(id, routing.model.parameters()))
-                counted |= routing.holders.counted_here()
-                group = routing.line.group
+        for routing in _routings(optimizer):
+            divided |= set(map(id, routing.model.parameters()))
+            counted |= routing.placement.counted_here()
+            group = routing.group.group
         if group is None or dist.get_rank(group) == 0:  # tensors outside of pipelines are equal on all ranks of one
             counted |= set(map(id, given)) - divided
         grads = [parameter.grad for parameter in given if id(parameter) in counted and parameter.grad is not None]
@@ -175,10 +198,10 @@ class PipelineStrategy(Strategy):
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         routing: PipelineRouting = routing_of(model)
-        own, size = left_to_ranks(model), len(routing.line.ranks)
-        for name, tensor in routing.holders.tensors().items():
+        own, size = left_to_ranks(model), len(routing.group.ranks)
+        for name, tensor in routing.placement.tensors().items():
             if name not in own and is_here(tensor):
-                places = sorted(routing.holders.ranks[name])
+                places = sorted(routing.placement.ranks[name])
                 where = f"{places[0]}: {named_ranks(places)} of a pipeline"
                 yield Held(name, "" if len(places) == size else where, tensor)
 
@@ -209,11 +232,10 @@ class PipelineStrategy(Strategy):
         if isinstance(prepared, Optimizer) or not isinstance(routing_of(prepared), PipelineRouting):
             super().give_back(original, prepared, state)
             return
-        model = prepared
         models = current_world().part(WrappedModels)
-        own = [each for each in models.optimizers_of_all_ranks() if model in models.of_optimizer(each)]
+        own = [each for each in models.optimizers_of_all_ranks() if prepared in models.of_optimizer(each)]
         states = [self.state(optimizer, everywhere=True) for optimizer in own]
-        routing_of(model).give_back(state)
+        routing_of(prepared).give_back(state)
         for optimizer, whole in zip(own, states, strict=True):
             optimizer.load_state_dict(whole)
 
@@ -225,61 +247,57 @@ class PipelineStrategy(Strategy):
 
 
 class StageOptimizers(RunPart):
-    """Hooks on steps of optimizers of models in stages, in which they see no absent gradient."""
+    """Hook before the first step of each optimizer of parameters in stages."""
 
     def __init__(self, world: World) -> None:
         self._taken: WeakSet[Optimizer] = WeakSet()
-        steps = world.part(OptimizerSteps)
-        steps.listen(Phase.BEGIN, self._begin)
-        steps.listen(Phase.END, self._end)
+        world.part(OptimizerSteps).listen(Phase.BEGIN, self._begin)
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
-        _refuse_whole(optimizer)
-        if optimizer not in self._taken and _holds_absent(optimizer):
+        if optimizer not in self._taken and not all(map(is_here, parameters_of(optimizer).values())):
+            _adopt(optimizer)
             refuse_scope(optimizer)
             self._taken.add(optimizer)
-        frame = _frame_of_step()
-        if frame is not None and not is_in_step(frame):  # a base class's step is part of it
-            Absent.step, Absent.asked = frame, False
-
-    def _end(self, *_: Any) -> None:
-        if Absent.step is not None and _frame_of_step() is Absent.step:
-            Absent.step = None
-
-    def close(self) -> None:
-        """Forget a step that has not ended."""
-        Absent.step = None
 
 
-def _frame_of_step() -> FrameType | None:
-    """Return the frame in which torch runs the hooks of the current step."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != Optimizer.__module__:
-        frame = frame.f_back
-    return frame
+def _adopt(optimizer: Optimizer) -> None:
+    """Drop an optimizer's state for parameters of other stages, and refuse one that two strategies divide.
 
-
-def _refuse_whole(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs all gradients at once, and drop its state for parameters of other stages."""
-    gone = [
-        parameter for parameter in optimizer.state if isinstance(parameter, torch.Tensor) and not is_here(parameter)
-    ]
-    for parameter in gone:
+    Its groups keep these parameters, so that their numbers in a checkpoint are those of one process; they have no
+    gradient in a step, so that it leaves them out.
+    """
+    for parameter in [each for each in optimizer.state if isinstance(each, torch.Tensor) and not is_here(each)]:
         del optimizer.state[parameter]
-    if isinstance(optimizer, torch.optim.LBFGS) and _holds_absent(optimizer):
-        raise ModelError(
-            "LBFGS takes products over all gradients of a model, and under strategy='pipeline' each rank has those of "
-            "its stage. Use an optimizer that steps each parameter by itself, as AdamW, or strategy='ddp'."
+    world = current_world()
+    for model in world.part(WrappedModels).of_optimizer(optimizer):
+        if not isinstance(routing_of(model), PipelineRouting) and (other := strategy_of(model, world)).shards:
+            raise ModelError(
+                f"one {type(optimizer).__name__} holds parameters of a model under strategy='pipeline' and of one "
+                f"under {type(other).__name__}, which divide it in different ways. Make an optimizer for each model."
+            )
+
+
+def _put_loss(net: nn.Module, function: Callable[[Any, Any], torch.Tensor]) -> str:
+    """Give a model the method ``loss(*inputs, target)``, and return its name."""
+    if hasattr(net, "loss"):
+        raise OptionError(
+            f"loss= is a function, which would be {type(net).__name__}.loss(), and there is one already. Write "
+            "loss='loss', or the name of another method."
         )
 
+    def loss(self: nn.Module, *inputs: Any, **options: Any) -> torch.Tensor:
+        return function(self(*inputs[:-1], **options), inputs[-1])
 
-def _holds_absent(optimizer: Optimizer) -> bool:
-    return not all(map(is_here, parameters_of(optimizer).values()))
+    vars(net)["loss"] = MethodType(loss, net)
+    return "loss"
+
+
+def _routings(thing: nn.Module | Optimizer) -> list[PipelineRouting]:
+    models = [thing] if isinstance(thing, nn.Module) else current_world().part(WrappedModels).of_optimizer(thing)
+    return [routing for model in models if isinstance(routing := routing_of(model), PipelineRouting)]
 
 
 def _states(thing: nn.Module | Optimizer) -> States | None:
-    models = [thing] if isinstance(thing, nn.Module) else current_world().part(WrappedModels).of_optimizer(thing)
-    for model in models:
-        if isinstance(routing := routing_of(model), PipelineRouting):
-            return States(routing.model, routing.holders, routing.line.device)
-    return None
+    routings = _routings(thing)
+    models = [(each.model, each.placement) for each in routings]
+    return States(models, routings[0].group.device) if models else None

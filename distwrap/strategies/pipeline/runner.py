@@ -1,0 +1,222 @@
+"""Run a method of the user's model on one rank: some of its blocks here, the others for the sizes of their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from distwrap._internals.torch import compiled_module
+from distwrap._internals.torch_autograd import in_backward
+from distwrap._internals.torch_calls import put_back_calls, replace_calls
+from distwrap._internals.torch_tree import map_tensors, tensors_in
+from distwrap.errors import ModelError
+from distwrap.strategies.pipeline.blocks import BlockList
+from distwrap.strategies.pipeline.remote import NumbersElsewhereError, RemoteTensor, is_here
+from distwrap.strategies.pipeline.streams import Streams
+
+Method = Callable[..., Any]
+After = Callable[[int, Any], None]
+
+
+class StopForward(BaseException):
+    """End of this rank's part of a method, which no ``except Exception`` of the user stops."""
+
+
+class StageRunner:
+    """Blocks of a model, whose calls go through a run.
+
+    Args:
+        net: the user's model.
+        blocks: the blocks of the model.
+        streams: the random numbers.
+
+    Attributes:
+        is_running: whether a method runs for a stage.
+    """
+
+    def __init__(self, net: nn.Module, blocks: BlockList, streams: Streams) -> None:
+        self.net, self.blocks, self._streams = net, blocks, streams
+        self._run: Callable[..., Any] | None = None
+        self._before = [dict(vars(block)) for block in blocks.blocks]
+        for number, block in enumerate(blocks.blocks):
+            replace_calls(block, partial(self._called, number))
+
+    @property
+    def is_running(self) -> bool:
+        return self._run is not None
+
+    def release(self) -> None:
+        """Restore the calls of the blocks."""
+        for block, own in zip(self.blocks.blocks, self._before, strict=True):
+            put_back_calls(block, own)
+
+    def run(
+        self, method: Method, given: Any, own: Collection[int], starts: Mapping[int, Callable[[], Any]], after: After
+    ) -> Any:
+        """Run a method.
+
+        Args:
+            method: the method of the user's model.
+            given: its arguments.
+            own: the indices of the blocks to compute here.
+            starts: by index of a block, what gives the output in its place.
+            after: called with the index and the output of each other block; it may raise `StopForward`.
+
+        Returns:
+            The method's result; ``None`` if it was stopped.
+
+        Raises:
+            ModelError: the method does not call all blocks in order, or this rank lacks what a block here needs.
+        """
+        names, count, trains = self.blocks.names, 0, torch.is_grad_enabled()
+
+        def block(number: int, call: Method, args: Any, kwargs: Any) -> Any:
+            nonlocal count
+            if number != count:
+                self._refuse_order(f"{names[number]!r} as its block number {count + 1}")
+            count += 1
+            if (
+                trains
+                and not torch.is_grad_enabled()
+                and any(map(_is_trained, self.blocks.blocks[number].parameters()))
+            ):
+                raise ModelError(
+                    f"the block {names[number]!r} is called with gradients off, as by checkpoint(use_reentrant=True), "
+                    "and a stage cannot pass on its output. Call it with use_reentrant=False, or checkpoint inside "
+                    "of the blocks; freeze blocks by requires_grad_(False) in the place of no_grad()."
+                )
+            with self._streams.of_block(number):
+                if number in starts:
+                    return starts[number]()
+                if number in own:
+                    refuse_remote((args, kwargs), f"the block {names[number]!r}")
+                    output = call(*args, **kwargs)
+                else:
+                    output = self._without_numbers(number, args, kwargs)
+            after(number, output)
+            return output
+
+        self._run = block
+        try:
+            result = method(*given[0], **given[1])
+        except StopForward:
+            return None
+        finally:
+            self._run = None
+        if count != len(names):
+            self._refuse_order(f"only {count} of its {len(names)} blocks")
+        refuse_remote(result, "what the method returns")
+        return result
+
+    def shapes(self, method: Method, given: Any) -> list[Any]:
+        """Return the output of each block without numbers; the method runs until the last one, and changes nothing."""
+        outputs: list[Any] = []
+        names = self.blocks.names
+
+        def after(number: int, output: Any) -> None:
+            outputs.append(map_tensors(lambda tensor: RemoteTensor.like(tensor, names[number]), output))  # no graph
+            if len(outputs) == len(names):
+                raise StopForward
+
+        hollow = map_tensors(lambda tensor: RemoteTensor.like(tensor, "the arguments"), given)
+        before = [(vars(module), dict(vars(module))) for module in self.net.modules()]
+        try:
+            with self._streams.of_pass():
+                self.apart(RemoteTensor.like, lambda: self.run(method, hollow, (), {}, after))
+        finally:
+            for own, kept in before:
+                own.clear()
+                own.update(kept)
+        return outputs
+
+    def apart(self, change: Callable[[torch.Tensor, str], torch.Tensor], run: Callable[[], Any]) -> Any:
+        """Run a function with other tensors in the place of the buffers, which so stay as they are."""
+        named = [(name, buffer) for name, buffer in self.net.named_buffers() if is_here(buffer)]
+        instead = {f"net.{name}": change(buffer, name) for name, buffer in named}
+        return functional_call(_Caller(self.net, run), instead, ())
+
+    def _called(self, number: int, call: Method) -> Method:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._run is not None:
+                return self._run(number, call, args, kwargs)
+            if in_backward():
+                with self._streams.recomputed():
+                    return call(*args, **kwargs)
+            raise ModelError(
+                f"the block {self.blocks.names[number]!r} is called outside of a forward of the whole model, and under "
+                "strategy='pipeline' each rank has only its stage. If a method that returns the loss calls it, name "
+                "this method: PipelineStrategy(loss='loss'). Name any other in "
+                "wrap_model(model, forward_methods=['encode'])."
+            )
+
+        return run
+
+    def _without_numbers(self, number: int, args: Any, kwargs: Any) -> Any:
+        """Return a block's remote output; hooks of the block run on its own stage alone."""
+        block, name = self.blocks.blocks[number], self.blocks.names[number]
+
+        def hollow(tensor: torch.Tensor) -> torch.Tensor:
+            remote = RemoteTensor.like(tensor, name)
+            return remote.clone() if remote.requires_grad else remote  # may be changed in place
+
+        args, kwargs = map_tensors(hollow, (args, kwargs))
+        RemoteTensor.draws = False  # the block has numbers of its own
+        try:
+            output = (compiled_module(block) or block).forward(*args, **kwargs)
+        except NumbersElsewhereError:  # it looks at its own; its stage compares this with what it computes
+            first = tensors_in((args, kwargs))[0]
+            trains = first.requires_grad or any(parameter.requires_grad for parameter in block.parameters())
+            output = RemoteTensor.like(first, name).detach().requires_grad_(trains and torch.is_grad_enabled())
+        finally:
+            RemoteTensor.draws = True
+
+        def marked(tensor: torch.Tensor) -> torch.Tensor:
+            remote = tensor if isinstance(tensor, RemoteTensor) else RemoteTensor.like(tensor, name)
+            remote.source = name
+            return remote
+
+        return map_tensors(marked, output)
+
+    def _refuse_order(self, seen: str) -> NoReturn:
+        names = self.blocks.names
+        raise ModelError(
+            f"strategy='pipeline' needs a method that calls the blocks {names[0]!r} to {names[-1]!r} each "
+            f"once, and in this order, and it called {seen}. If other blocks are meant, name those at which "
+            "stages begin: PipelineStrategy(split=[...])."
+        )
+
+
+def _is_trained(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad
+
+
+def refuse_remote(value: Any, what: str) -> None:
+    """Refuse a value that depends on another stage's numbers.
+
+    Raises:
+        ModelError: it does; the message names what to say.
+    """
+    for tensor in tensors_in(value):
+        if isinstance(tensor, RemoteTensor):
+            raise ModelError(
+                f"{what} depends on {tensor.source}, whose numbers another stage has. From stage to stage goes only "
+                "the output of one block, to the next one. A module or parameter outside of the blocks that several "
+                "stages use, or that is registered on the other side of the blocks than it is used, is named: "
+                "PipelineStrategy(everywhere=['embedding'])."
+            )
+
+
+class _Caller(nn.Module):
+    """Module whose forward calls a function, for ``functional_call``."""
+
+    def __init__(self, net: nn.Module, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.net, self._run = net, run
+
+    def forward(self) -> Any:
+        return self._run()
