@@ -17,9 +17,9 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
 from distwrap.model.proxy import UncopiedModel
 from distwrap.precision import InPrecision
-from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.deepspeed.engine import ModelEngine
 from distwrap.strategies.deepspeed.state import full_weights, load_weights
+from distwrap.strategies.rendezvous import Rendezvous
 
 
 class EngineRouting(Routing):
@@ -51,7 +51,7 @@ class EngineRouting(Routing):
         super().__init__(module, in_precision, forward_methods)
         self.buffers, self._make_engine, self.divides_weights = buffers, make_engine, divides_weights
         self.engine: ModelEngine | None = None
-        self.alignment = Alignment(type(self.model).__name__) if divides_weights else None
+        self.alignment = Rendezvous(type(self.model).__name__) if divides_weights else None
         self.forward = in_precision(self._through_engine)
 
     def _through_engine(self, *args: Any, **kwargs: Any) -> Any:

@@ -25,8 +25,6 @@ from distwrap.model.proxy import UncopiedModel
 from distwrap.model.wrapped_models import WrappedModels, held_by_all, routing_of
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
-from distwrap.strategies.alignment import Alignment
-from distwrap.strategies.alike import Alike
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.pipeline.absent import Absent, is_here, make_present, refuse_copy
@@ -40,6 +38,7 @@ from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
 from distwrap.strategies.pipeline.relay import Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass, WholePass
 from distwrap.strategies.pipeline.streams import Streams
+from distwrap.strategies.rendezvous import Rendezvous, SameBatch
 from distwrap.wording import first_line
 
 _PASSES = 4  # the last passes keep their buffers
@@ -99,11 +98,11 @@ class PipelineRouting(Routing):
         for twin in held_by_all(self._twins()):
             self.holders.settle_as(twin)
         self._kinds_of_losses = LossKinds(self.relay, line, wrapping.in_precision, self._streams, settings.reduction)
-        self._alike = Alike(line.group, line.device, "the ranks of a pipeline", draws_alike=True)
+        self._alike = SameBatch(line.group, line.device, "the ranks of a pipeline", draws_alike=True)
         self._broken = ""  # the method in which stages got out of step
         world.part(NamedInputs).models.add(self)
         self.syncs = True
-        self.alignment = Alignment(type(net).__name__, line.ranks)
+        self.alignment = Rendezvous(type(net).__name__, line.ranks)
         self.buffers = self._own_buffers()
         self._surveys: Latest[Any, Survey] = Latest()
         self._passes: Latest[Any, TrainingPass] = Latest(_PASSES)
