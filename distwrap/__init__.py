@@ -44,6 +44,8 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
         memory.
     gather: Concatenate the tensors of all ranks along the first dimension, in rank order, on every rank.
     gather_object: Return every rank's value as a list in rank order, on every rank.
+    gathered_weights: Let a divided model, or a module of it, have whole weights and gradients within a ``with``; every
+        rank enters it.
     get_logger: Return a logger that writes the rank in front of each message; in a single process messages stay as
         they are.
     init_empty: Make models without numbers within a ``with``: they take no memory, so they may exceed what one process
@@ -200,6 +202,7 @@ if typing.TYPE_CHECKING:
         wrap_optimizer as wrap_optimizer,
     )
     from distwrap.strategies.accumulation import accumulate as accumulate, no_sync as no_sync
+    from distwrap.strategies.divided_tensors import gathered_weights as gathered_weights
     from distwrap.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from distwrap.strategies.steps import backward as backward, optimizer_step as optimizer_step, unscale as unscale
     from distwrap.strategies.windows import Window as Window, scale_loss as scale_loss
@@ -238,6 +241,7 @@ _MODULES = {
     "seeding": "rank_generator seed_everything",
     "strategies": "DDPStrategy FSDPStrategy Strategy local_model wrap_model wrap_optimizer",
     "strategies.accumulation": "accumulate no_sync",
+    "strategies.divided_tensors": "gathered_weights",
     "strategies.pipeline": "PipelineStrategy",
     "strategies.steps": "backward optimizer_step unscale",
     "strategies.windows": "Window scale_loss",

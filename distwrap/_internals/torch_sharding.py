@@ -317,16 +317,6 @@ def shard_in_pieces(dimension: int, count: int) -> Any:
     return _StridedShard(dimension, split_factor=count)
 
 
-def part_from_storage(tensor: torch.Tensor) -> None:
-    """Copy the local numbers of a ``DTensor``, so that it shares them with no other tensor.
-
-    Relies on ``torch.distributed.tensor:getattr(DTensor, "__annotations__")["_local_tensor"]``.
-    Without it: a kept ``parameter.data`` changes when another is set.
-    """
-    if hasattr(tensor, "_local_tensor"):
-        tensor._local_tensor = tensor._local_tensor.clone()
-
-
 def is_in_pieces(placement: Any) -> bool:
     """Return whether a placement may be one of `shard_in_pieces`.
 
@@ -343,41 +333,3 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     Without it: tensor parallelism cannot divide layers.
     """
     return module._parameters
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of another one.
-
-    Relies on ``torch:Tensor._base``.
-    Without it: changes of some rows of a divided weight are lost.
-    """
-    return getattr(tensor, "_base", None) is not None
-
-
-def handle_draws(draw: Callable[..., torch.Tensor]) -> Callable[[], None]:
-    """Replace random operators like ``torch.randn_like`` for ``DTensor``, and return a function that undoes this.
-
-    Relies on ``torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers``.
-    Without it: all ranks on CPUs draw the same numbers for their parts.
-
-    Args:
-        draw: takes the function for plain tensors, its arguments (the ``DTensor`` first) and options.
-    """
-    from torch.distributed.tensor import DTensor
-
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    added = {operator: draw for operator in _DRAWS if operator not in handlers}
-    handlers.update(added)
-
-    def end() -> None:
-        for operator in added:
-            handlers.pop(operator, None)
-
-    return end
-
-
-_aten = torch.ops.aten
-_DRAWS = (
-    *(_aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype),
-    _aten.bernoulli.default,
-)

@@ -18,7 +18,7 @@ from distwrap.wording import named_ranks
 ASK_SECONDS = 0.5  # between two questions to a missing rank about where it is
 STUCK_SECONDS = 4.0  # for which a stuck rank has waited for others in one place
 # Files whose functions only wait for other ranks.
-_WAITS = ("torch/distributed/distributed_c10d.py", "/strategies/alignment.py", "/strategies/fsdp/unison.py")
+_WAITS = ("torch/distributed/distributed_c10d.py", "/strategies/rendezvous.py")
 _MAY_WAIT = ("torch/distributed/", "autograd/graph.py", "nn/parallel/distributed.py")  # or compute
 
 

@@ -35,7 +35,7 @@ class Handle:
         gradients: the watch over gradients that DDP averages, a `Gradients`.
         buffers: those that ranks take over from rank 0 when training pauses, a `Buffers`.
         exchange: with the other ranks under ``comm=``, an `Exchange` of `distwrap.comm`.
-        alignment: the forwards of a divided model, in which all ranks take part, an `Alignment` of
+        alignment: the forwards of a divided model, in which all ranks take part, a `Rendezvous` of
             `distwrap.strategies`.
         tensor_parallel: the division of its blocks, if they are divided; its ``repr`` is a table of them.
         sync_buffers: gives all ranks the same buffers, for a model of which no rank has all.

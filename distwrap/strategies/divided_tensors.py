@@ -1,106 +1,145 @@
-"""Make uses of divided parameters work or raise where torch would silently lose a change, or save a part."""
+"""Uses of divided tensors that are right as in one process, or refused, and whole weights within a ``with``."""
 
 from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
-from weakref import ref
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from distwrap._internals.torch_sharding import handle_draws, part_from_storage
-from distwrap.errors import CollectiveError, ModelError
+from distwrap._internals.torch_divided import DividedTensorRules
+from distwrap._internals.torch_sharding import own_parameters
+from distwrap.errors import ModelError
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.strategies import divided_changes, shards
-from distwrap.strategies.alignment import Alignment
+from distwrap.model.fingerprints import fingerprint
+from distwrap.model.transparent import unwrap_model
+from distwrap.strategies import shards
+from distwrap.strategies.rendezvous import Rendezvous
 
-_NUMBERS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
-_DRAW = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 _SAVES_PARTS = ("torch.distributed.checkpoint", "distwrap.checkpoint")
-_given_out: MutableMapping[DTensor, list[ref[DTensor]]] = WeakIdKeyDictionary()  # results of ``tensor.data``
 
 
 class DividedTensors(RunPart):
-    """Changes of ``DTensor`` during one run.
+    """Rules for divided tensors during a run; simulated ranks share them.
 
-    ``tensor.data = …`` and changes of parts have an effect, and pickling a part is an error. ``tensor.item()``, as of a
-    weight's norm, returns the number of the whole tensor, and not of this rank's part. Functions that initialise a
-    weight draw the numbers of one process.
+    Attributes:
+        rendezvous: the reads of numbers and weights.
     """
 
     def __init__(self, world: World) -> None:
-        self.numbers = _Numbers("divided tensors")
+        self.rendezvous = Rendezvous("")
         if not _runs:
-            _change(on_cpu=world.device.type == "cpu")
+            copyreg.pickle(DTensor, _reduced)
+            _rules.append(DividedTensorRules(_meet, _refuse, _part_of, on_cpu=world.device.type == "cpu"))
         _runs.append(self)
 
     def close(self) -> None:
-        """Restore ``DTensor`` at the end of the last run: simulated ranks share the class."""
+        """Give ``DTensor`` back at the end of the last run."""
         _runs.remove(self)
-        while not _runs and _undo:
-            _undo.pop()()
+        if not _runs:
+            copyreg.dispatch_table.pop(DTensor, None)
+            _rules.pop().end()
 
 
 _runs: list[DividedTensors] = []
-_undo: list[Callable[[], object]] = []
+_rules: list[DividedTensorRules] = []
 
 
-def _change(*, on_cpu: bool) -> None:
-    copyreg.pickle(DTensor, _reduced)
-    _undo.append(lambda: copyreg.dispatch_table.pop(DTensor, None))
-    if on_cpu:
-        _undo.append(handle_draws(_drawn_like))
-    changes = {
-        "data": property(_data, _set_data),
-        "__format__": _formatted,
-        **{name: _of_whole(getattr(torch.Tensor, name)) for name in _NUMBERS},
-        **divided_changes.changes({name: _drawing(name) for name in _DRAW} if on_cpu else {}),
-    }
-    for name, change in changes.items():
-        setattr(DTensor, name, change)
-        _undo.append(partial(_restore, name, change))
+def _meet() -> None:
+    """Wait for the other ranks to read the same number, or to gather the same weights."""
+    current_world().part(DividedTensors).rendezvous.read()
 
 
-def _restore(name: str, change: Any) -> None:
-    if vars(DTensor).get(name) is change:
-        delattr(DTensor, name)
+def _refuse(what: str, why: str) -> NoReturn:
+    rank = current_world().placement.rank
+    raise ModelError(f"rank {rank}: {what} of a divided tensor, of which each rank has a part, {why}")
 
 
-def _of_whole(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method for ``DTensor`` that returns numbers of the whole tensor."""
-
-    def number(tensor: DTensor, *args: Any) -> Any:
-        if not all(placement.is_replicate() for placement in tensor.placements):
-            current_world().part(DividedTensors).numbers.meet()
-        return method(shards.whole(tensor), *args)
-
-    return number
+def _part_of(pattern: DTensor, whole: torch.Tensor) -> DTensor:
+    if whole.shape != pattern.shape or any(placement.is_partial() for placement in pattern.placements):
+        return shards.on_all_ranks(pattern, whole)
+    part = shards.divided_like(pattern, whole)
+    assert isinstance(part, DTensor)
+    return part
 
 
-class _Numbers(Alignment):
-    """Reads of Python numbers from divided tensors, in which all ranks take part."""
+@contextmanager
+def gathered_weights(model: nn.Module) -> Iterator[None]:
+    """Let a divided model, or a module of it, have whole weights and gradients within a ``with``; every rank enters it.
 
-    def meet(self) -> None:
-        """Wait for the other ranks to take the same number."""
-        self.count += 1
-        self._meet()
+    Changes, which every rank makes alike, are kept. Where every rank has whole weights, nothing is done.
 
-    def _refuse(self, other: int, what: str) -> NoReturn:
-        raise CollectiveError(
-            f"rank {current_world().placement.rank} takes a number of divided tensors, as "
-            f"weight.norm().item(), of which each rank has a part, and rank {other} {what}. Take that number "
-            "on every rank, and print it on one."
+    Args:
+        model: what `wrap_model` has returned, or a module in it, whose weights fit on each device.
+
+    Raises:
+        ModelError: the ranks have changed a weight differently, or a rank cannot have all weights.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> with gathered_weights(layer), torch.no_grad():
+        ...     layer.weight[0].zero_()
+        tensor([0., 0.])
+    """
+    net = unwrap_model(model)
+    places = [(own_parameters(part), name) for part in net.modules() for name in own_parameters(part)]
+    divided = [(own, name, own[name]) for own, name in places if isinstance(own[name], DTensor)]
+    wholes: dict[DTensor, nn.Parameter] = {}
+    if divided:
+        _meet()
+    elif any(_is_elsewhere(parameter) for parameter in net.parameters()):
+        raise ModelError(
+            f"gathered_weights() of {type(net).__name__}: it is for fsdp, hsdp and tp. In a pipeline each stage has "
+            "its own blocks: change weights before wrap_model(). Under DeepSpeed use deepspeed.zero.GatheredParameters."
         )
+    for own, name, tensor in divided:
+        if tensor not in wholes:
+            wholes[tensor] = _gathered(tensor)
+        own[name] = wholes[tensor]
+    before = _marks(wholes)
+    try:
+        yield
+    finally:
+        for own, name, tensor in divided:
+            own[name] = tensor
+    after = _marks(wholes)
+    for rank, its in enumerate(gather_object(after) if divided else ()):
+        if its != after:
+            raise ModelError(
+                f"rank {current_world().placement.rank} has changed weights within gathered_weights() otherwise than "
+                f"rank {rank}. Every rank makes the same changes, with the same random numbers: leave conditions such "
+                "as 'if rank() == 0' out."
+            )
+    for (tensor, whole), was, now in zip(wholes.items(), before, after, strict=True):
+        with torch.no_grad():
+            if now[0] != was[0]:
+                shards.fill(tensor, whole)
+            if now[1] != was[1]:
+                tensor.grad = None if whole.grad is None else shards.divided_like(tensor, whole.grad)
 
 
-def _formatted(tensor: DTensor, words: str) -> str:
-    """Format a number as torch does for a plain tensor, and other tensors by default."""
-    return format(tensor.item(), words) if tensor.dim() == 0 else object.__format__(tensor, words)
+def _gathered(tensor: DTensor) -> nn.Parameter:
+    whole = nn.Parameter(shards.whole(tensor).clone(), tensor.requires_grad)
+    whole.grad = None if tensor.grad is None else shards.whole(tensor.grad).clone()
+    return whole
+
+
+def _marks(wholes: Mapping[DTensor, nn.Parameter]) -> list[tuple[int, int]]:
+    """Return a hash of each tensor and of its gradient."""
+    pairs = [(whole, whole.grad) for whole in wholes.values()]
+    return [(fingerprint(whole), 0 if grad is None else fingerprint(grad)) for whole, grad in pairs]
+
+
+def _is_elsewhere(parameter: torch.Tensor) -> bool:
+    """Return whether this rank does not have all of a parameter."""
+    own = parameter.untyped_storage().nbytes()
+    return parameter.is_meta or hasattr(parameter, "ds_id") or own < parameter.numel() * parameter.element_size()
 
 
 def refuse_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
@@ -114,62 +153,6 @@ def _refuse_hook(hook: Any) -> NoReturn:
         "register_hook() of a divided parameter: such a hook would never be called, since the gradient comes "
         "from an exchange. Use register_post_accumulate_grad_hook()."
     )
-
-
-def _drawing(name: str) -> Callable[..., DTensor]:
-    """Return a method that draws a tensor's numbers: each rank draws all of them, and keeps its own.
-
-    On the CPU, torch would let each rank draw from the same sequence, so that all parts are equal.
-    """
-
-    def draw(tensor: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        with torch.no_grad():
-            shards.fill(tensor, getattr(whole, name)(*args, **kwargs))
-        return tensor
-
-    return draw
-
-
-def _drawn_like(draw: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Draw numbers like a divided tensor, as ``torch.randn_like`` does, in the way of `_drawing`."""
-    pattern, *others = args
-    if "_like" in str(draw):  # uses only the size
-        whole = torch.empty(pattern.shape, dtype=pattern.dtype, device=pattern.device)
-    else:
-        whole = shards.whole(pattern)
-    return shards.divided_like(pattern, draw(whole, *others, **kwargs))
-
-
-def _data(tensor: DTensor) -> Any:
-    data = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
-    divided_changes.same_part(data, tensor)
-    known = _given_out.get(tensor, [])
-    _given_out[tensor] = [*(held for held in known if held() is not None), ref(data)]
-    return data
-
-
-def _set_data(tensor: DTensor, value: Any) -> None:
-    """Copy the numbers of a value, since a ``DTensor`` keeps them in another tensor, which torch would not change.
-
-    Earlier results of ``tensor.data`` keep their numbers, as when weights are swapped for their average.
-
-    Raises:
-        ModelError: the value has another size or type.
-    """
-    if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-        given = f"{tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ModelError(
-            f"parameter.data = …: a divided parameter of {tuple(tensor.shape)}, {tensor.dtype}, cannot become one of "
-            f"{given}. Give it a tensor of its own size and type."
-        )
-    with torch.no_grad():
-        for held in _given_out.pop(tensor, ()):
-            if (before := held()) is not None and before is not value:
-                part_from_storage(before)
-        if isinstance(value, DTensor) and value.placements != tensor.placements:
-            value = value.redistribute(placements=tensor.placements)
-        shards.fill(tensor, value)
 
 
 def _reduced(tensor: DTensor) -> Any:

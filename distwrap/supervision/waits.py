@@ -31,8 +31,7 @@ _LOOPS = {
     for path, name in (
         (("supervision", "shared_work.py"), "_wait"),
         (("checkpoint", "meeting.py"), "meet"),
-        (("strategies", "alignment.py"), "_wait_for_all"),
-        (("strategies", "fsdp", "unison.py"), "_compare"),
+        (("strategies", "rendezvous.py"), "_wait_for"),
     )
 }
 _DEBUGGERS = (os.sep + "bdb.py", os.sep + "pdb.py")

@@ -15,9 +15,9 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
 from distwrap.model.proxy import UncopiedModel
 from distwrap.precision import InPrecision
-from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.deepspeed.engine import ModelEngine
 from distwrap.strategies.deepspeed.state import full_weights, load_weights
+from distwrap.strategies.rendezvous import Rendezvous
 
 
 class EngineRouting(Routing):
@@ -49,7 +49,7 @@ class EngineRouting(Routing):
         self.buffers, self.divides_weights = buffers, divides_weights
         self.engine: ModelEngine | None = None
         self.precision = ""
-        self.alignment = Alignment(type(self.model).__name__) if divides_weights else None
+        self.alignment = Rendezvous(type(self.model).__name__) if divides_weights else None
         self.forward = in_precision(self._with_engine)
 
     def _with_engine(self, *args: Any, **kwargs: Any) -> Any:

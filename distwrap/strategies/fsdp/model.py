@@ -21,11 +21,9 @@ from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
 from distwrap.model.proxy import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
-from distwrap.strategies.alignment import Alignment
-from distwrap.strategies.alike import Alike
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
-from distwrap.strategies.fsdp.unison import Unison
+from distwrap.strategies.rendezvous import Rendezvous, SameBatch
 
 _OF_PARAMETERS = {"zero_grad", "requires_grad_", "parameters", "named_parameters"}
 
@@ -51,15 +49,14 @@ class FSDPRouting(Routing):
     ) -> None:
         super().__init__(module, in_precision, forward_methods)
         self.buffers, self.gathered = buffers, gathered
-        self.alignment = Alignment(class_of(self.model))
         self.units = GatheredUnits(
             self.model,
-            lambda unit, gradients: self.unison.exchange(unit, gradients),
+            lambda unit, gradients: self.alignment.exchange(unit, gradients),
             self._refuse_replaced,
             gathered.refuse_graph,
         )
         gathered.units = self.units
-        self.unison = Unison(class_of(self.model), self.units.names)
+        self.alignment = Rendezvous(class_of(self.model), units=self.units.names)
         self.forward = in_precision(self._everywhere)
 
     def cut(self, tensor_parallel: TensorParallel, group: dist.ProcessGroup, *, is_divided: bool) -> None:
@@ -74,12 +71,13 @@ class FSDPRouting(Routing):
         if not tensor_parallel.compiles:
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
         ranks = "the ranks of a tensor-parallel group"
-        alike = Alike(group, self._in_precision.device, ranks, draws_alike=False)
-        tensor_parallel.watch("", lambda given: alike.check("forward", given))
+        batch = SameBatch(group, self._in_precision.device, ranks, draws_alike=False)
+        tensor_parallel.watch("", lambda given: batch.check("forward", given))
         if not is_divided:
-            unison = self.unison = Unison(class_of(self.model), [[name] for name in tensor_parallel.names], "runs")
+            blocks = [[name] for name in tensor_parallel.names]
+            order = self.alignment = Rendezvous(class_of(self.model), units=blocks, does="runs")
             for number, name in enumerate(tensor_parallel.names):
-                tensor_parallel.watch(name, partial(lambda number, _: unison.exchange(number, -1), number))
+                tensor_parallel.watch(name, partial(lambda number, _: order.exchange(number, -1), number))
 
     def _everywhere(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
@@ -100,12 +98,11 @@ class FSDPRouting(Routing):
         if in_backward():  # a recomputation
             return
         if self.units.begin():
-            self._forget()
-        if self.unison.turn == 0:  # before FSDP first reads them
+            self.alignment.forget()
+        if not self.alignment.forwards:  # before FSDP first reads them
             for unit in range(len(self.units.names)):
                 self._refuse_replaced(unit)
-        self.alignment.forward()
-        self.unison.forward(self.units.average)
+        self.alignment.forward(self.units.average)
         self.gathered.begin()
         if self.buffers is not None and self.model.training:
             self.buffers.count_forward()
@@ -136,9 +133,9 @@ class FSDPRouting(Routing):
             raise ModelError(
                 f"{name!r} of {class_of(self.model)}, which is divided, is no longer the parameter that "
                 "wrap_model() has made, as in torch.func.functional_call(), or after a parametrization, "
-                "pruning or an assignment. A forward gathers its own weights, and would not use the "
-                "replacement. Change the model before wrap_model(), or only the numbers, by parameter.data = "
-                "…; or use strategy='ddp'."
+                "pruning, an assignment or within gathered_weights(). A forward gathers its own weights, and "
+                "would not use the replacement. Change the model before wrap_model(), or only the numbers, by "
+                "parameter.copy_(…) or within gathered_weights(); or use strategy='ddp'."
             )
 
     def _rest(self) -> None:
@@ -152,11 +149,7 @@ class FSDPRouting(Routing):
     def _start_afresh(self) -> None:
         if not in_backward():
             self.units.start_afresh()
-            self._forget()
-
-    def _forget(self) -> None:
-        self.alignment.interrupt()
-        self.unison.forget()
+            self.alignment.forget()
 
     def exchanges(self, nodes: Iterable[Any]) -> bool:
         """Return whether any of these graph nodes accumulates the gradient of a gathered weight."""
@@ -166,7 +159,7 @@ class FSDPRouting(Routing):
         """Put the shards back on the modules if an exception has ended a backward."""
         if self.units.is_broken():
             self.units.begin()
-            self._forget()
+            self.alignment.forget()
 
     def refuse_copy(self) -> NoReturn:
         """Refuse to copy or pickle a model of which each rank has a share.

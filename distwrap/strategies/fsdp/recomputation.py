@@ -5,23 +5,21 @@ Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from distwrap._internals.torch import version_of
 from distwrap._internals.torch_sharding import products
+from distwrap.errors import ModelError
 from distwrap.model.forward_routing import put_back_forward
 
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.pieces import Pieces
-
-_UNCOUNTED = ("running_mean", "running_var")  # torch's batch norm does not count their changes
 
 
 def recompute(
@@ -36,20 +34,26 @@ def recompute(
 
     Returns:
         A function that undoes this.
+
+    Raises:
+        ModelError: a unit cannot be recomputed selectively.
     """
     kept = products()
 
     def keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts(unit: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
-        block = inside and inside()
-        return _both(block and block.computed_again(), first), _both(block, again)
+        block, buffers = inside and inside(), _buffers_of(unit)
+        before = [(module, name, buffer.clone()) for module, name, buffer in buffers]
+        return _Entered(block and block.computed_again(), first), _Entered(_Buffers(before), block, again)
 
+    for unit in units if selective else ():
+        _refuse_recurrent(unit)
     before = [(unit, vars(unit).get("forward")) for unit in units]
     for unit in units:
-        unit.forward = _recomputed(unit, unit.forward, contexts)
+        unit.forward = _recomputed(unit.forward, partial(contexts, unit))
 
     def undo() -> None:
         for unit, forward in before:
@@ -58,60 +62,64 @@ def recompute(
     return undo
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[object] | None, inner: AbstractContextManager[object]) -> Iterator[None]:
-    with outer or nullcontext(), inner:
-        yield
-
-
-def _recomputed(
-    unit: nn.Module, forward: Callable[..., Any], contexts: Callable[[], tuple[AbstractContextManager[Any], ...]]
-) -> Callable[..., Any]:
-    def counted_once() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = contexts()
-        computed = _Computed(unit, first)
-        return computed, _ComputedAgain(computed, again)
-
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=counted_once, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
 
 
-class _Computed:
-    """Forward of a unit, which may change buffers, such as BatchNorm's statistics."""
+def _refuse_recurrent(unit: nn.Module) -> None:
+    """Refuse layers that change the results of matrix products in place, which torch does not notice.
 
-    def __init__(self, unit: nn.Module, inside: AbstractContextManager[Any]) -> None:
-        self.unit, self._inside = unit, inside
-        self.changed: list[str] = []
+    Raises:
+        ModelError: the unit has such a layer.
+    """
+    for name, module in unit.named_modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            raise ModelError(
+                f"checkpointing='selective': {name or type(unit).__name__!r}, a {type(module).__name__}, changes the "
+                "products that would be kept, and its gradients would be wrong. Use checkpointing=True."
+            )
+
+
+def _buffers_of(unit: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    return [(part, name, buffer) for part in unit.modules() for name, buffer in part.named_buffers(recurse=False)]
+
+
+class _Entered:
+    """Context of several others, which may be entered again, as in a second backward through a graph."""
+
+    def __init__(self, *inside: AbstractContextManager[object] | None) -> None:
+        self._inside = [each for each in inside if each is not None]
 
     def __enter__(self) -> None:
-        self._versions = {name: version_of(buffer) for name, buffer in self.unit.named_buffers()}
-        self._inside.__enter__()
+        self._stack = ExitStack()
+        for each in self._inside:
+            self._stack.enter_context(each)
 
     def __exit__(self, *error: Any) -> None:
-        self._inside.__exit__(*error)
-        for name, buffer in self.unit.named_buffers():
-            if version_of(buffer) != self._versions.get(name) or name.endswith(_UNCOUNTED):
-                self.changed.append(name)
+        self._stack.__exit__(*error)
 
 
-class _ComputedAgain:
-    """Recomputation of this forward, after which buffers are restored, as they already saw this batch."""
+class _Buffers:
+    """Context in which modules have copies of their buffers as they were before a forward.
 
-    def __init__(self, computed: _Computed, inside: AbstractContextManager[Any]) -> None:
-        self._computed, self._inside = computed, inside
+    A forward changes buffers, as spectral norm does, and what it computes from them. Its recomputation begins with the
+    same numbers, and changes neither those of now, nor those that the graph holds.
+    """
+
+    def __init__(self, before: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+        self._before = before
 
     def __enter__(self) -> None:
-        buffers = dict(self._computed.unit.named_buffers())
-        self._before = [(buffers[name], buffers[name].clone()) for name in self._computed.changed if name in buffers]
-        self._inside.__enter__()
+        self._now = [(module, name, getattr(module, name)) for module, name, _ in self._before]
+        for module, name, buffer in self._before:
+            setattr(module, name, buffer.clone())
 
     def __exit__(self, *error: Any) -> None:
-        self._inside.__exit__(*error)
-        with torch.no_grad():
-            for buffer, before in self._before:
-                buffer.copy_(before)
+        for module, name, buffer in self._now:
+            setattr(module, name, buffer)

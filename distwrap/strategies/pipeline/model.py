@@ -23,8 +23,6 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing, put_back_forward
 from distwrap.model.proxy import UncopiedModel
 from distwrap.precision import LossScaling
-from distwrap.strategies.alignment import Alignment
-from distwrap.strategies.alike import Alike
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.pipeline.blocks import BlockList
@@ -34,6 +32,7 @@ from distwrap.strategies.pipeline.placement import Placement, StageGroup
 from distwrap.strategies.pipeline.remote import RemoteTensor, is_here, make_present, refuse_copy
 from distwrap.strategies.pipeline.runner import Method, StageRunner
 from distwrap.strategies.pipeline.streams import Streams
+from distwrap.strategies.rendezvous import Rendezvous, SameBatch
 
 _KEPT = 64  # shapes whose schedules are kept
 
@@ -95,11 +94,11 @@ class PipelineRouting(Routing):
         streams = Streams(group.device)
         self._runner = StageRunner(self.model, blocks, streams)
         self._context = PassContext(self._runner, group, placement, streams, wrapping.in_precision)
-        self._alike = Alike(group.group, group.device, "the ranks of a pipeline", draws_alike=True)
+        self._alike = SameBatch(group.group, group.device, "the ranks of a pipeline", draws_alike=True)
         self._broken = ""  # the method in which stages got out of step
         world.part(NamedInputs).models.add(self)
         self.syncs = True
-        self.alignment = Alignment(type(net).__name__, group.ranks)
+        self.alignment = Rendezvous(type(net).__name__, group.ranks)
         self.buffers = self._own_buffers()
         self._passes: dict[Any, SchedulePass] = {}
         self._own_forward = vars(self.model).get("forward")
