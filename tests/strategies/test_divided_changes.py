@@ -13,6 +13,7 @@ import distwrap as dw
 from distwrap import FSDPStrategy, distributed
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
+from tests.plans import TP, TWO_BY_TWO
 from tests.slow import nightly
 
 
@@ -151,10 +152,10 @@ def trained_alone() -> nn.Module:
     ("strategy", "ranks"),
     [
         ("fsdp", 2),
-        ("tp", 2),
+        (TP, 2),
         ("fsdp", 3),  # which do not divide the rows
         nightly(FSDPStrategy(shard=2), 4, row="products", why="two ranks show it"),
-        nightly(FSDPStrategy(tensor_parallel=2), 4, row="products", why="two ranks show it"),
+        nightly(TWO_BY_TWO, 4, row="products", why="two ranks show it"),
     ],
 )
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
@@ -218,7 +219,7 @@ def noisy() -> float:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_an_optimizer_that_draws() -> None:
     """Under fsdp and tp it draws the numbers of one process; where ranks step some of the parameters, it is refused."""
-    for strategy in ("fsdp", "tp"):
+    for strategy in ("fsdp", TP):
         assert max(distributed(nprocs=2, strategy=strategy, returns="all")(noisy)()) < 1e-9
     for strategy in ("zero1", "pipeline"):
         with pytest.raises(ModelError, match="draws random"):
@@ -247,6 +248,6 @@ def row_wise(path: str) -> float:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_state_of_other_sizes_is_saved_and_loaded(tmp_path: Any) -> None:
     """A mean of each row and a sum of all numbers, of which ranks have parts that are not added up."""
-    for strategy in ("fsdp", "tp"):
+    for strategy in ("fsdp", TP):
         path = str(tmp_path / f"{strategy}.pt")
         assert max(distributed(nprocs=2, strategy=strategy, returns="all")(row_wise)(path)) < 1e-9

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,21 +18,18 @@ from distwrap._internals.torch import version_of
 from distwrap._internals.torch_sharding import products
 from distwrap.model.forward_routing import put_back_forward
 
-if TYPE_CHECKING:
-    from distwrap.strategies.fsdp.pieces import Pieces
-
 _UNCOUNTED = ("running_mean", "running_var")  # torch's batch norm does not count their changes
 
 
 def recompute(
-    units: list[nn.Module], *, selective: bool, inside: Callable[[], Pieces | None] | None = None
+    units: list[nn.Module], *, selective: bool, inside: Callable[[], AbstractContextManager[object]] | None = None
 ) -> Callable[[], None]:
     """Let units recompute their activations in the backward; selectively, all except matrix products.
 
     Args:
         units: the units of the model.
         selective: whether the results of matrix products are kept.
-        inside: returns the context of a running forward, which the recomputation enters again.
+        inside: returns a context in which both computations run.
 
     Returns:
         A function that undoes this.
@@ -44,8 +41,7 @@ def recompute(
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
-        block = inside and inside()
-        return _both(block and block.computed_again(), first), _both(block, again)
+        return _both(inside and inside(), first), _both(inside and inside(), again)
 
     before = [(unit, vars(unit).get("forward")) for unit in units]
     for unit in units:
