@@ -61,7 +61,7 @@ ROWS = {
         430, 551, 490, _strategies("zero.py optimizer_s owned_tensors.py separable.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
-        1600, 2754, 2608,
+        1600, 2330, 2160,
         _strategies(
             "fsdp/ activations.py adoption.py alignment.py alike.py divided_ meshes.py named_inputs.py "
             "shards.py"
