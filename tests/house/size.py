@@ -54,7 +54,7 @@ ROWS = {
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 979, 889, ("prove/",)),  # part 3
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
-    "testing": Row(1300, 1279, 1280, ("testing/",)),  # part 1
+    "testing": Row(1300, 1312, 1312, ("testing/",)),  # part 1; check_plan is new
     "timing": Row(650, 831, 785, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1286, 1187, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
