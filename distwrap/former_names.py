@@ -43,8 +43,7 @@ LAUNCHER_OF_STRATEGY = {
 }
 
 _LONG_SEQUENCES = (
-    "write 'tp(sequence_parallel=True)', which divides the sequence between the layers that it cuts, or "
-    "'fsdp(checkpointing=True)', which computes activations again; or call "
+    "write 'fsdp(checkpointing=True)', which computes activations again; or call "
     "torch.distributed.tensor.experimental.context_parallel in a loop of your own."
 )
 
@@ -136,6 +135,7 @@ REMOVED: dict[str, dict[str, str]] = {
     "option": {  # of @distributed, of its environment variables, and of strategies
         "max_lost": "It is not here: it let ranks be lost while the others went on. Instead write max_restarts=1, with "
         "save() and resume_from(), or strategy='hivemind' for peers that come and go.",
+        "sequence_parallel": f"It is not here: norms computed with a piece of the sequence. Instead {_LONG_SEQUENCES}",
         "context_parallel": f"It is not here: it was a piece of each sequence on a rank. Instead {_LONG_SEQUENCES}",
     },
     "command": {

@@ -140,7 +140,7 @@ def _of_fsdp(name: str) -> Callable[[object], Instead]:
 
 
 _DDP = ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view", "broadcast_buffers")
-_FSDP = ("tensor_parallel", "sequence_parallel", "shard", "wrap", "cpu_offload")
+_FSDP = ("tensor_parallel", "shard", "wrap", "cpu_offload")
 
 _TABLE: dict[str, Callable[[object], Instead]] = {
     # How many processes: Lightning, torchrun, mp.spawn, Ray Train, DataParallel.

@@ -97,43 +97,6 @@ def estimate(
     return [*needs, _divided("fsdp", model, kept, ranks, make)]
 
 
-def estimate_slices(model: nn.Module, ranks: int, nnodes: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
-    """Estimate tensor parallelism over the ranks of a node, with the layers that its plan would try to divide.
-
-    Args:
-        model: a model on any device, also the meta device.
-        ranks: the number of ranks on a node.
-        nnodes: the number of nodes, over which strategy="tp" divides the rest; more than one is not estimated.
-        in_precision: the precision in which the model is trained.
-        make: makes the optimizer whose state is measured.
-    """
-    if ranks == 1 or nnodes > 1:
-        why_not = "a node has one rank" if ranks == 1 else "an estimate over several nodes is not possible"
-        return Need("tp", why_not=why_not)
-    from distwrap.strategies.fsdp.plans import blocks_of, guesses, holds_blocks, large, shared_weights
-
-    model = unwrap_model(model)
-    kept, shared, blocks = _Kept(model, in_precision), shared_weights(model), blocks_of(model)
-    words: dict[nn.Module, str] = {}
-    for module in model.modules():
-        if word := large(module, ranks):
-            words[module] = word
-        for ways, _ in guesses(module, ranks) if not holds_blocks(module, blocks) else ():
-            for way in ways[:1]:
-                words.update((module.get_submodule(name), word) for name, word in way.words.items())
-    is_cut = {
-        id(value)
-        for module, word in words.items()
-        for name, value in module.named_parameters()
-        if id(value) not in shared and not (name.endswith("bias") and (word == "rowwise" or "out_proj" in name))
-    }
-    own = [
-        _share(kept.of[id(value)], ranks) if id(value) in is_cut else kept.of[id(value)] for value in model.parameters()
-    ]
-    trained = [value for value in own if value.requires_grad]
-    return Need("tp", kept.buffers + _bytes(own), _bytes(trained), 0, sum(state_bytes(trained, make).values()))
-
-
 def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
     """Estimate the fullest stage of a pipeline over all ranks. While a model is wrapped, each rank has all of it.
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 import distwrap as dw
-from distwrap import FSDPStrategy, Strategy
+from distwrap import Strategy
 from distwrap.options import Options
 from distwrap.testing.nets import examples, small
 from distwrap.testing.ranks import launch_ranks
 from tests.checkpoint.test_between_strategies import FORMATS, differences, whole
+from tests.plans import TP, TWO_BY_TWO
 
 RUNS: dict[str, tuple[str | Strategy, int]] = {
     "single": ("single", 1),
     "fsdp": ("fsdp", 3),
-    "tp": ("tp", 2),
-    "fsdp+tp": (FSDPStrategy(tensor_parallel=2), 4),
+    "tp": (TP, 2),
+    "fsdp+tp": (TWO_BY_TWO, 4),
     "pipeline": ("pipeline", 2),
 }
 

@@ -13,6 +13,7 @@ from distwrap.errors import CheckpointError
 from distwrap.options import Options
 from distwrap.testing.nets import examples, small
 from distwrap.testing.ranks import launch_ranks
+from tests.plans import TP
 from tests.slow import nightly
 
 
@@ -36,7 +37,7 @@ def save_alone(folder: Path, io: str, goes_on: bool) -> None:
 
 
 CASES = [("fsdp", "file", True), ("zero1", "sharded", False), ("pipeline", "file", True)]
-OTHERS = [("zero1", "file", True), ("tp", "file", True), ("fsdp", "sharded", False)]
+OTHERS = [("zero1", "file", True), (TP, "file", True), ("fsdp", "sharded", False)]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
 from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.testing import behaviours
+from tests.plans import TP, TWO_BY_TWO
 from tests.slow import MORE_RANKS
 from tests.strategies.by_hand import ByHand
 
@@ -117,8 +118,8 @@ CELLS = (
     Cell("fsdp", "fsdp", refuses=DIVIDED),
     Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, only=AGAIN, nightly="the cell fsdp"),
     Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
-    Cell("tp", "tp", refuses=("lbfgs", "deepcopy"), slow=OTHERS),
-    Cell("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
+    Cell("tp", TP, refuses=("lbfgs", "deepcopy"), slow=OTHERS),
+    Cell("fsdp+tp", TWO_BY_TWO, 4, refuses=DIVIDED, only=AGAIN, slow=MORE_RANKS),
     Cell("pipeline", "pipeline", refuses=IN_STAGES),
     Cell(
         "pipeline over microbatches",

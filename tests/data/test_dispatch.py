@@ -19,6 +19,7 @@ from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.data.ranks import standing_on
 from tests.data.streams import Resumable
+from tests.plans import TP
 from tests.slow import few
 
 MODES = ("auto", "drop", "pad", "exact")
@@ -238,7 +239,7 @@ def test_ranks_of_one_copy_get_the_same_batches() -> None:
     def on_rank() -> list[list[int]]:
         return [batch.tolist() for batch in dispatched(Numbers(6))]
 
-    run = distributed(strategy="tp", nprocs=2, launcher="forkserver", returns="all", timeout=60)(on_rank)
+    run = distributed(strategy=TP, nprocs=2, launcher="forkserver", returns="all", timeout=60)(on_rank)
     assert run() == [[[0, 1], [2, 3], [4, 5]]] * 2
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from distwrap import FSDPStrategy, Strategy
 from tests.conformance.cells import NodesOfOne
 from tests.equality.pairs import Pair, covering_rows
+from tests.plans import TP, TWO_BY_TWO
 
 STRATEGIES: dict[str, str | Strategy] = {
     "ddp": "ddp",
@@ -17,11 +18,11 @@ STRATEGIES: dict[str, str | Strategy] = {
     "pipeline": "pipeline",
     "zero1": "zero1",
     "zero2": "zero2",
-    "tp": "tp",
+    "tp": TP,
     "ddp2": NodesOfOne(),
     "auto": "auto",
     "hsdp": FSDPStrategy(shard=2),
-    "fsdp+tp": FSDPStrategy(tensor_parallel=2),
+    "fsdp+tp": TWO_BY_TWO,
     "dp": "dp",
 }
 OPTIMIZERS = ("sgd", "adam", "groups", "adagrad", "rmsprop", "lbfgs")

@@ -22,13 +22,14 @@ from distwrap.strategies.pipeline import PipelineStrategy
 from tests.faults.cells import loop_limit
 from tests.faults.divided_cells import AT, PLACES, DividedCell
 from tests.faults.program import compute, strike
+from tests.plans import TP, TWO_BY_TWO
 
 STRATEGIES: dict[str, tuple[Any, int]] = {
     "fsdp": ("fsdp", 2),
     "hsdp": (FSDPStrategy(shard=2), 4),
     "zero1": ("zero1", 2),
-    "tp": ("tp", 2),
-    "fsdp+tp": (FSDPStrategy(tensor_parallel=2), 4),
+    "tp": (TP, 2),
+    "fsdp+tp": (TWO_BY_TWO, 4),
     "pipeline": ("pipeline", 2),
     "two pipelines": (PipelineStrategy(stages=2), 4),
 }

@@ -18,6 +18,7 @@ import distwrap as dw
 from distwrap.errors import ModelError, OptionError
 from distwrap.testing import run_ranks
 from tests.one_process import assert_as_in_one_process
+from tests.plans import TP
 
 STEPS = 4
 
@@ -191,7 +192,7 @@ def module_of_wrapped(strategy: str) -> None:
         assert [*model.state_dict()] == [*net.state_dict()], strategy
 
 
-ALIKE = ("ddp", "zero1", "fsdp", "tp", "pipeline")
+ALIKE = ("ddp", "zero1", "fsdp", TP, "pipeline")
 
 
 def test_the_users_model_is_module_with_one_rank() -> None:

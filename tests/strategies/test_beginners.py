@@ -17,6 +17,7 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import DistwrapError, ModelError
 from distwrap.group.world import current_world
+from tests.plans import TP
 
 
 class Block(nn.Module):
@@ -63,7 +64,7 @@ def _drawn_anew() -> dict[str, torch.Tensor]:
 def test_numbers_drawn_after_wrapping_are_those_of_one_process() -> None:
     """Each rank keeps its share of the numbers that one process draws, not the same numbers as the others."""
     expected = distributed(nprocs=1, strategy="ddp")(_drawn_anew)()
-    for strategy in ("fsdp", "tp"):
+    for strategy in ("fsdp", TP):
         found = distributed(nprocs=2, strategy=strategy)(_drawn_anew)()
         assert all(torch.equal(found[name], value) for name, value in expected.items()), strategy
 
@@ -90,7 +91,7 @@ def _reads() -> list[object]:
 def test_numbers_that_a_loop_reads() -> None:
     """A norm or a sum of a weight is the whole weight's, on every rank."""
     expected = distributed(nprocs=1, strategy="ddp")(_reads)()
-    for strategy in ("fsdp", "tp"):
+    for strategy in ("fsdp", TP):
         found = distributed(nprocs=2, strategy=strategy)(lambda: [*_reads()[:4], bool(_reads()[4])])()
         assert found[:2] == pytest.approx(expected[:2]), strategy
         assert found[2:] == [*expected[2:4], bool(expected[4])], strategy
@@ -205,7 +206,7 @@ def _steps_a_copy(before: bool) -> None:
         _step(model, copied or torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", TP, "pipeline"])
 @pytest.mark.slow("makes many mistakes, each in a launch of its own")
 def test_an_optimizer_of_a_copy_is_an_error(strategy: str) -> None:
     """It would train nothing, whenever it was made."""

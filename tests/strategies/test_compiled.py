@@ -10,6 +10,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import distributed
+from tests.plans import TP
 
 
 class Net(nn.Module):
@@ -47,12 +48,12 @@ def trained(dropout: float = 0.0, backend: str = "eager") -> list[float]:
 def test_a_compiled_model_in_a_group_trains_as_in_one_process() -> None:
     """Blocks are compiled as they are cut, but for their proof."""
     expected = trained()
-    for losses in distributed(strategy="tp", nprocs=2, returns="all", timeout=120)(trained)():
+    for losses in distributed(strategy=TP, nprocs=2, returns="all", timeout=120)(trained)():
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.slow("compiles a model")
 def test_pieces_draw_each_their_own_dropout_where_a_model_is_compiled() -> None:
     """Compiled blocks would draw one mask of dropout on all ranks, for other pieces on each."""
-    train = distributed(strategy="tp", nprocs=2, timeout=120, seed=0)(trained)
+    train = distributed(strategy=TP, nprocs=2, timeout=120, seed=0)(trained)
     assert train(0.5) == train(0.5, backend="")

@@ -12,6 +12,7 @@ import distwrap as dw
 from distwrap import distributed, init_empty
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
+from tests.plans import TP
 
 
 class Part(nn.Module):
@@ -87,7 +88,7 @@ def test_numbers_are_those_of_one_process() -> None:
     expected = distributed(nprocs=1, strategy="fsdp")(numbers)()
     weight = expected["drawn from outside"]["inner.parts.0.layer.weight"]
     assert float(weight.mean()) == pytest.approx(3.0, abs=0.2)
-    for strategy in ("ddp", "fsdp", "tp"):
+    for strategy in ("ddp", "fsdp", TP):
         found = distributed(nprocs=2, strategy=strategy)(numbers)()
         for name, state in expected.items():
             for key, value in state.items():

@@ -24,7 +24,7 @@ from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import AutoStrategy
 from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, estimate, estimate_slices, estimate_stages, optimizer
+from distwrap.strategies.estimate import Need, estimate, estimate_stages, optimizer
 from distwrap.testing import run_ranks
 from tests.clusters.running import PYTHON, ROOT, run
 
@@ -349,29 +349,3 @@ def test_wrong_options_of_auto() -> None:
         AutoStrategy(device_memory="much")
     with pytest.raises(OptionError, match=r"unknown optimizer 'adamq'"):
         AutoStrategy(optimizer="adamq")
-
-
-def _is_cut() -> int:
-    from distwrap.strategies.shards import local
-
-    model = wrap_model(Cut())
-    return sum(local(value.detach()).nbytes for value in model.parameters())
-
-
-class Cut(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Embedding(4096, 8),
-            nn.TransformerEncoderLayer(8, 2, 32, batch_first=True),
-            nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)),
-        )
-
-
-@pytest.mark.slow("starts interpreters, each of which imports torch")
-def test_what_tensor_parallelism_cuts_is_divided() -> None:
-    """Pairs of layers, attention and large embeddings are divided by the ranks of a node, the rest is whole."""
-    make, in_precision = optimizer("adamw"), InPrecision("32", torch.device("cpu"))
-    need = estimate_slices(Cut(), 2, 1, in_precision, make)
-    assert need.parameters == need.gradients == pytest.approx(distributed(nprocs=2, strategy="tp")(_is_cut)(), rel=0.01)
-    assert need.parameters < estimate(Cut(), 2, 2, in_precision, make)[0].parameters * 0.55
-    assert "several nodes" in estimate_slices(Cut(), 2, 2, in_precision, make).why_not

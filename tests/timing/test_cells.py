@@ -13,13 +13,13 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import distwrap as dw
-from distwrap import FSDPStrategy
 from distwrap.group.world import current_world
 from distwrap.options import Options
 from distwrap.strategies.shards import local
 from distwrap.testing import run_ranks
 from distwrap.testing.ranks import launch_ranks
 from tests.measuring import measured_again
+from tests.plans import TP, TWO_BY_TWO
 from tests.slow import nightly, slow
 
 LONG, STEPS, WIDTH = 0.1, 4, 12
@@ -133,12 +133,10 @@ CELLS = [
         *(slow(*cell, why="measures loops of some seconds") for cell in CELLS[1:]),
         *(
             nightly(options, place, "loader", row="products", why=SAME)
-            for options in ({"strategy": "zero1"}, {"strategy": "tp"}, {"comm": "powersgd"})
+            for options in ({"strategy": "zero1"}, {"strategy": TP}, {"comm": "powersgd"})
             for place in ("forward", "backward")
         ),
-        nightly(
-            {"strategy": FSDPStrategy(tensor_parallel=2), "nprocs": 4}, "forward", "loader", row="products", why=SAME
-        ),
+        nightly({"strategy": TWO_BY_TWO, "nprocs": 4}, "forward", "loader", row="products", why=SAME),
     ],
     ids=lambda value: (
         "".join(str(each).partition(",")[0] for each in value.values()) if isinstance(value, dict) else value

@@ -95,8 +95,8 @@ class Gathered:
         """
         raise ModelError(
             f"a backward with create_graph=True through {self._name}, which is divided: its gathered weights "
-            "are freed in the first backward, and the second one needs them. Use strategy='ddp', 'zero1' or "
-            "'tp' for a gradient penalty."
+            "are freed in the first backward, and the second one needs them. Use strategy='ddp' or 'zero1' "
+            "for a gradient penalty."
         )
 
     def _refuse_changed(self, module: nn.Module) -> None:

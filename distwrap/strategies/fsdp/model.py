@@ -68,8 +68,7 @@ class FSDPRouting(Routing):
             is_divided: whether FSDP also divides the model, so that its exchanges are already compared.
         """
         self.tensor_parallel = tensor_parallel
-        if not tensor_parallel.compiles:
-            self.forward = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
+        self.forward = torch.compiler.disable(self.forward)  # type: ignore[no-untyped-call]
         ranks = "the ranks of a tensor-parallel group"
         batch = SameBatch(group, self._in_precision.device, ranks, draws_alike=False)
         tensor_parallel.watch("", lambda given: batch.check("forward", given))
@@ -92,7 +91,7 @@ class FSDPRouting(Routing):
         return output
 
     def _running(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.tensor_parallel is None else self.tensor_parallel.running
+        return nullcontext() if self.tensor_parallel is None else self.tensor_parallel.running()
 
     def _count(self) -> None:
         if in_backward():  # a recomputation
@@ -116,6 +115,8 @@ class FSDPRouting(Routing):
         return False
 
     def _end(self, output: Any, call: MethodCall) -> Any:
+        if self.tensor_parallel is not None:
+            output = self.tensor_parallel.math.whole(output)
         if call.begun:
             self.gathered.after_forward(self.model, (), output)
             output = end_fsdp_forward(self.model, output)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +18,16 @@ from distwrap._internals.torch_sharding import products
 from distwrap.errors import ModelError
 from distwrap.model.forward_routing import put_back_forward
 
-if TYPE_CHECKING:
-    from distwrap.strategies.fsdp.pieces import Pieces
-
 
 def recompute(
-    units: list[nn.Module], *, selective: bool, inside: Callable[[], Pieces | None] | None = None
+    units: list[nn.Module], *, selective: bool, inside: Callable[[], AbstractContextManager[object]] | None = None
 ) -> Callable[[], None]:
     """Let units recompute their activations in the backward; selectively, all except matrix products.
 
     Args:
         units: the units of the model.
         selective: whether the results of matrix products are kept.
-        inside: returns the context of a running forward, which the recomputation enters again.
+        inside: returns a context in which both computations run.
 
     Returns:
         A function that undoes this.
@@ -45,9 +42,8 @@ def recompute(
 
     def contexts(unit: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
-        block, buffers = inside and inside(), _buffers_of(unit)
-        before = [(module, name, buffer.clone()) for module, name, buffer in buffers]
-        return _Entered(block and block.computed_again(), first), _Entered(_Buffers(before), block, again)
+        before = [(module, name, buffer.clone()) for module, name, buffer in _buffers_of(unit)]
+        return _Entered(inside and inside(), first), _Entered(_Buffers(before), inside and inside(), again)
 
     for unit in units if selective else ():
         _refuse_recurrent(unit)

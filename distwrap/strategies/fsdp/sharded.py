@@ -27,6 +27,7 @@ from distwrap.strategies.base import Wrapping, take_rank_zero_weights
 from distwrap.strategies.divided_tensors import DividedTensors
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
+from distwrap.strategies.fsdp.plan_check import PlanCheck
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
@@ -87,20 +88,16 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
             move(net, wrapping.device)
     tensor_parallel = None
     if tensor_mesh is not None:
-        by_sequence, shares = strategy.sequence_parallel, mesh.size() if mesh else 1
-        tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan, by_sequence=by_sequence, shares=shares)
+        tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan, shares=mesh.size() if mesh else 1)
+        if strategy.checks_plan:
+            PlanCheck(net, tensor_parallel)
         said = f"tensor_parallel={tensor_mesh.size()}:\n{tensor_parallel!r}"
-        if not tensor_parallel.names:
-            said += (
-                f"\nNothing of {type(net).__name__} is cut, so that each of {tensor_mesh.size()} ranks computes all of "
-                f"it: use strategy='ddp', say what to cut by plan=, or take another number of ranks."
-            )
         say_once("in groups", said)
     elif mesh is not None:
         _say_what_is_small(net, units, mesh)
     stop_recomputing = None
-    if strategy.checkpointing:  # after the division, as proofs compute copies of blocks
-        inside = None if tensor_parallel is None else tensor_parallel.inside
+    if strategy.checkpointing:  # after the division, as a check computes copies of blocks
+        inside = None if tensor_parallel is None else tensor_parallel.math.computing
         stop_recomputing = recompute(units, selective=strategy.checkpointing == "selective", inside=inside)
     gathered = Gathered(net)
     if mesh is not None:

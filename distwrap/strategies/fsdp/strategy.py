@@ -24,7 +24,7 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import handle_of, routing_of, unbind
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.fsdp.plan_words import Plan, check_plan
+from distwrap.strategies.fsdp.plans import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local, on_device
 from distwrap.strategies.windows import Windows
@@ -45,15 +45,14 @@ class FSDPStrategy(Strategy):
         reshard_after_forward: whether a unit is freed after its forward, and gathered again for its backward, which
             saves memory; otherwise it stays until its backward.
         cpu_offload: whether weights, gradients and optimizer states are kept on the CPU, on accelerators.
-        tensor_parallel: the number of consecutive ranks that take the same share of the data, and cut layers among
-            them; ``"node"`` for the ranks of a node. FSDP divides the model over the other dimension of the ranks.
-        plan: the layers that are cut. ``"auto"`` finds pairs of layers, attention by heads, and large embeddings and
-            heads. A dict has a word for each pattern of modules' names, as ``{"*.mlp.0": "colwise", "*.mlp.2":
-            "rowwise"}``; the words are colwise, rowwise, packed2, packed3, heads, gathered, vocabulary and whole. Or it
-            is a function of a name and a module that returns a word. At its first forward, each kind of block is also
-            computed whole, and compared. `plan_of` shows the plan that came of it.
-        sequence_parallel: whether layers that are not cut in a block, such as norms, compute on each rank of a group
-            with a piece of the sequence, which is the second dimension.
+        tensor_parallel: the number of consecutive ranks that take the same share of the data, and divide layers as
+            `plan` says; ``"node"`` for the ranks of a node. FSDP divides the model over the other ranks.
+        plan: how layers are divided: the name of a ready-made plan, ``"transformer"`` for torch's layers, ``"llama"``
+            or ``"gpt"``; a word for each pattern of names, as ``{"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}``;
+            or a function of a name and a module that returns a word. The words are colwise, rowwise, packed2 and
+            packed3 (joined projections), heads, gathered, vocabulary and whole. ``"auto"`` is an error that has a plan
+            to paste. `plan_of` shows the division.
+        check: whether each divided block is also computed whole, and compared, at its first forward.
         checkpointing: whether the activations of a unit are computed again in its backward; ``"selective"`` keeps those
             of matrix products.
         backend: the backend of the process group.
@@ -80,8 +79,8 @@ class FSDPStrategy(Strategy):
         cpu_offload: bool = False,
         checkpointing: bool | Literal["selective"] = False,
         tensor_parallel: int | Literal["node"] | None = None,
-        plan: Plan = "auto",
-        sequence_parallel: bool = False,
+        plan: Plan | None = None,
+        check: bool = False,
         backend: str | None = None,
     ) -> None:
         if shard not in (None, "node") and (not isinstance(shard, int) or isinstance(shard, bool) or shard < 1):
@@ -98,10 +97,10 @@ class FSDPStrategy(Strategy):
             raise OptionError(
                 "FSDPStrategy(): with tensor_parallel= the model is sharded over all other ranks; leave shard= out."
             )
-        if tensor_parallel is None and (plan != "auto" or sequence_parallel):
-            raise OptionError("FSDPStrategy(): plan= and sequence_parallel= need tensor_parallel=, which is None.")
+        if tensor_parallel is None and (plan is not None or check):
+            raise OptionError("FSDPStrategy(): plan= and check= need tensor_parallel=, which is None.")
         check_plan(plan)
-        self.tensor_parallel, self.plan, self.sequence_parallel = tensor_parallel, plan, sequence_parallel
+        self.tensor_parallel, self.plan, self.checks_plan = tensor_parallel, plan, check
         self.shard, self.wrap, self.reshard_after_forward = shard, wrap, reshard_after_forward
         self.cpu_offload, self.checkpointing, self.backend = cpu_offload, checkpointing, backend
 
@@ -142,7 +141,8 @@ class FSDPStrategy(Strategy):
         for name in options:
             if name not in known:
                 raise OptionError(unknown_name("option of wrap_model() under fsdp", name, known, REMOVED["option"]))
-        return FSDPStrategy(**{**{name: getattr(self, name) for name in own}, **options}) if options else self
+        own_values = {name: self.checks_plan if name == "check" else getattr(self, name) for name in own}
+        return FSDPStrategy(**{**own_values, **options}) if options else self
 
     # A step
 
