@@ -8,6 +8,7 @@ process, and what would be lost is refused. Nothing is emulated. All were seen i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +40,7 @@ _VIEWS_OF_WHOLE = {"view", "reshape", "flatten", "ravel", "unflatten", "unbind",
 _WRONG_OF_PARTS = {
     "mse_loss": "(a - b).square().mean()",
     "smooth_l1_loss": "it with operators of tensors",
+    "__dlpack__": "it of tensor.full_tensor()",
     "huber_loss": "it with operators of tensors",
     "soft_margin_loss": "torch.log1p((-a * b).exp()).mean()",
     "binary_cross_entropy": "it with operators of tensors",
@@ -94,37 +96,44 @@ class DividedTensorRules:
 
     def _called(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch that was given divided tensors."""
-        kwargs, tensor, name = kwargs or {}, args[0] if args else None, getattr(function, "__name__", "")
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        tensor = next(iter((*args, *kwargs.values())), None)
         if name in ("__get__", "__set__"):
             name = f"{getattr(function.__self__, '__name__', '')}.{name}"
         with torch._C.DisableTorchFunctionSubclass():
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             self._check(name, args, kwargs)
-            if isinstance(tensor, DTensor):
+            if isinstance(tensor, DTensor) and args:
                 if name == "tolist":
                     return function(self._whole_read(tensor), *args[1:])
                 if name == "__format__" and not tensor.dim():
                     return format(tensor.item(), *args[1:])
                 if name in _VIEWS_OF_WHOLE and not (torch.is_grad_enabled() and tensor.requires_grad):
                     args = _replicated(tensor, name), *args[1:]
-            is_of_copy = bool(args) and args[0] is not tensor
+            is_view = name in _SAME_NUMBERS or (bool(args) and args[0] is not tensor)
+            if torch.is_inference_mode_enabled() and isinstance(tensor, DTensor):
+                is_view = is_view or _is_view_of_plain(function, tensor, args[1:], kwargs)
             result = function(*args, **kwargs)
             if isinstance(result, DTensor) and result is not tensor:
                 result = _reduced(result)
         for part in _leaves(result):
             if part is not tensor and isinstance(part, DTensor) and isinstance(tensor, DTensor):
-                _note_copy(part, tensor, is_view=is_of_copy or name in _SAME_NUMBERS)
+                _note_copy(part, tensor, is_view=is_view)
         return result
 
     def _check(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a change that would have no effect on the whole tensor, and a function that torch computes wrongly."""
         refuse, given = self._refuse, (*args, *kwargs.values())
-        changed = [each for each in _leaves(args[0] if args else None) if isinstance(each, DTensor)]
+        changed = [each for each in _leaves(next(iter(given), None)) if isinstance(each, DTensor)]
         if name in ("data.__set__", "__setitem__") and any(map(_is_part, changed)):
             refuse("parameter.data = …" if name == "data.__set__" else "tensor[…] = …", _LOST)
         by_operator = name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")
-        changes = by_operator or (name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NOTHING)
+        changes = (
+            by_operator
+            or kwargs.get("inplace") is True
+            or (name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NOTHING)
+        )
         if changes and any(each in _copies for each in changed):
             refuse(f"{name}() of a part", _LOST)
         if any(map(_is_part, _leaves(kwargs.get("out")))):
@@ -199,14 +208,24 @@ def _reduced(tensor: DTensor) -> DTensor:
     return tensor.redistribute(placements=[Replicate() if is_partial else each for is_partial, each in pairs])
 
 
+def _is_view_of_plain(function: Any, tensor: DTensor, args: Any, kwargs: Any) -> bool:
+    """Return whether a plain tensor would give a view; in inference mode torch does not note which are."""
+    with suppress(Exception), torch.inference_mode(False):
+        results = function(_in_memory_order(tensor).to("meta"), *args, **kwargs)
+        return any(each._base is not None for each in _leaves(results))
+    return False
+
+
 def _leaves(result: Any) -> Iterator[Any]:
     for each in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(each, torch.Tensor):
             yield each
 
 
-def _shares_numbers(part: torch.Tensor, tensor: DTensor) -> bool:
-    own, its = (each.to_local() if isinstance(each, DTensor) else each for each in (part, tensor))
+def _shares_numbers(part: DTensor, tensor: DTensor) -> bool:
+    own, its = part.to_local(), tensor.to_local()
+    if type(own) is not torch.Tensor or type(its) is not torch.Tensor:  # the result of an exchange that is under way
+        return False
     return own.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
 
 

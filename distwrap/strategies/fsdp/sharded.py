@@ -155,12 +155,19 @@ def _shard(
     strategy: FSDPStrategy,
     after_forward: Callable[..., None],
 ) -> None:
-    dtype = computed_in(wrapping.in_precision, net)
+    dtype, on_cpu = computed_in(wrapping.in_precision, net), wrapping.device.type == "cpu"
+    for name, module in net.named_modules() if dtype is not None else ():
+        buffers = getattr(module, "parametrizations", nn.Module()).buffers()
+        if any(buffer.is_floating_point() for buffer in buffers) or hasattr(module, "weight_u"):
+            raise ModelError(
+                f"{name!r} has a parametrization with buffers, as of spectral_norm(), which would compute with weights "
+                f"in {dtype} and buffers in float32. Use precision='32', or strategy='ddp'."
+            )
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": strategy.reshard_after_forward,
-        "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload and not on_cpu else OffloadPolicy(),
         "shard_placement_fn": _placement,
     }
     for unit in [*units, net]:
