@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +38,9 @@ class DividedTensors(RunPart):
     def __init__(self, world: World) -> None:
         self.rendezvous = Rendezvous("")
         if not _runs:
+            # A hook on the base of such a view is set in `Gathered.after_forward`.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+            _filters.append(warnings.filters[0])
             copyreg.pickle(DTensor, _reduced)
             _rules.append(DividedTensorRules(_meet, _refuse, _part_of, on_cpu=world.device.type == "cpu"))
         _runs.append(self)
@@ -47,10 +51,13 @@ class DividedTensors(RunPart):
         if not _runs:
             copyreg.dispatch_table.pop(DTensor, None)
             _rules.pop().end()
+            with suppress(ValueError):  # the loop has set filters of its own
+                warnings.filters.remove(_filters.pop())  # type: ignore[attr-defined]
 
 
 _runs: list[DividedTensors] = []
 _rules: list[DividedTensorRules] = []
+_filters: list[Any] = []
 
 
 def _meet() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +172,6 @@ def _shard(
     for unit in [*units, net]:
         unit.register_forward_hook(after_forward)  # before FSDP's own hook, which frees the weights
     # The root needs no hook where its units have theirs: it stays gathered until its backward.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     # Norms compute in float32 under autocast, on the CPU only if their weights have it, so all norms are one unit.
     for modules in [norms_of(net)] if dtype is not None else of_other_types(net, units):
         if modules:
