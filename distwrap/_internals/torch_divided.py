@@ -120,8 +120,8 @@ class DividedTensorRules:
             result = function(*args, **kwargs)
             if isinstance(result, DTensor) and result is not tensor:
                 result = _reduced(result)
-            for part in _leaves(result) if isinstance(tensor, DTensor) and result is not tensor else ():
-                if isinstance(part, DTensor):
+            for part in _leaves(result) if result is not tensor else ():
+                if isinstance(part, DTensor) and isinstance(tensor, DTensor):
                     _note_copy(part, tensor, is_view=is_view)
         return result
 
