@@ -8,6 +8,8 @@ process, and what would be lost is refused. Nothing is emulated. All were seen i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -33,12 +35,17 @@ _DRAWS = (
 _SAME_NUMBERS = {"data.__get__", "detach"}  # of which torch does not note that they are views
 # Methods whose names end like those that change a tensor.
 _CHANGE_NOTHING = {"requires_grad_", "rename_", "share_memory_", "detach_", "retain_grad_"}
+# Attributes that are read all the time, as by optimizers.
+_ATTRIBUTES = {
+    f"{name}.__get__" for name in ("grad", "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn")
+}
 # Views of which torch makes none of unequal parts, or wrong ones: they are taken of the whole, to be read.
 _VIEWS_OF_WHOLE = {"view", "reshape", "flatten", "ravel", "unflatten", "unbind", "__iter__"}
 # Functions of which torch gives parts of a tensor wrong numbers or gradients, and what to write.
 _WRONG_OF_PARTS = {
     "mse_loss": "(a - b).square().mean()",
     "smooth_l1_loss": "it with operators of tensors",
+    "__dlpack__": "it of tensor.full_tensor()",
     "huber_loss": "it with operators of tensors",
     "soft_margin_loss": "torch.log1p((-a * b).exp()).mean()",
     "binary_cross_entropy": "it with operators of tensors",
@@ -94,43 +101,41 @@ class DividedTensorRules:
 
     def _called(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch that was given divided tensors."""
-        kwargs, tensor, name = kwargs or {}, args[0] if args else None, getattr(function, "__name__", "")
-        if name in ("__get__", "__set__"):
-            name = f"{getattr(function.__self__, '__name__', '')}.{name}"
+        kwargs, (name, changes) = kwargs or {}, _known(function)
+        tensor = args[0] if args else next(iter(kwargs.values()), None)
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.compiler.is_compiling():
+            if name in _ATTRIBUTES or torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            self._check(name, args, kwargs)
-            if isinstance(tensor, DTensor):
+            self._check(name, changes or kwargs.get("inplace") is True, args, kwargs)
+            if isinstance(tensor, DTensor) and args:
                 if name == "tolist":
                     return function(self._whole_read(tensor), *args[1:])
                 if name == "__format__" and not tensor.dim():
                     return format(tensor.item(), *args[1:])
                 if name in _VIEWS_OF_WHOLE and not (torch.is_grad_enabled() and tensor.requires_grad):
                     args = _replicated(tensor, name), *args[1:]
-            is_of_copy = bool(args) and args[0] is not tensor
+            is_view = name in _SAME_NUMBERS or (bool(args) and args[0] is not tensor)
+            if torch.is_inference_mode_enabled() and isinstance(tensor, DTensor):
+                is_view = is_view or _is_view_of_plain(function, tensor, args[1:], kwargs)
             result = function(*args, **kwargs)
             if isinstance(result, DTensor) and result is not tensor:
                 result = _reduced(result)
-        for part in _leaves(result):
-            if part is not tensor and isinstance(part, DTensor) and isinstance(tensor, DTensor):
-                _note_copy(part, tensor, is_view=is_of_copy or name in _SAME_NUMBERS)
+            for part in _leaves(result) if result is not tensor else ():
+                if isinstance(part, DTensor) and isinstance(tensor, DTensor):
+                    _note_copy(part, tensor, is_view=is_view)
         return result
 
-    def _check(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(self, name: str, changes: bool, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a change that would have no effect on the whole tensor, and a function that torch computes wrongly."""
-        refuse, given = self._refuse, (*args, *kwargs.values())
-        changed = [each for each in _leaves(args[0] if args else None) if isinstance(each, DTensor)]
-        if name in ("data.__set__", "__setitem__") and any(map(_is_part, changed)):
-            refuse("parameter.data = …" if name == "data.__set__" else "tensor[…] = …", _LOST)
-        by_operator = name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")
-        changes = by_operator or (name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NOTHING)
-        if changes and any(each in _copies for each in changed):
-            refuse(f"{name}() of a part", _LOST)
-        if any(map(_is_part, _leaves(kwargs.get("out")))):
-            refuse(f"{name}(out=…)", _LOST)
+        given = (*args, *kwargs.values())
+        if changes and any(each in _copies for each in _leaves(given[0])):
+            self._refuse(f"{name}() of a part", _LOST)
+        if name in ("data.__set__", "__setitem__") and _is_part(given[0]):
+            self._refuse("parameter.data = …" if name == "data.__set__" else "tensor[…] = …", _LOST)
+        if "out" in kwargs and any(map(_is_part, _leaves(kwargs["out"]))):
+            self._refuse(f"{name}(out=…)", _LOST)
         if name in _WRONG_OF_PARTS and any(map(_is_part, given)):
-            refuse(f"{name}()", f"would be computed of each part by itself. Write {_WRONG_OF_PARTS[name]}.")
+            self._refuse(f"{name}()", f"would be computed of each part by itself. Write {_WRONG_OF_PARTS[name]}.")
 
     def _read(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return operator(self._whole_read(args[0]), **kwargs)
@@ -152,6 +157,16 @@ class DividedTensorRules:
             pattern.to_local().copy_(self._divided_like(pattern, results).to_local())  # type: ignore[attr-defined]
             return pattern
         return rebuilt(results, lambda leaf, _: self._divided_like(pattern, leaf))
+
+
+@lru_cache(4096)
+def _known(function: Any) -> tuple[str, bool]:
+    """Return the name of a function of torch, and whether it changes its first argument."""
+    name = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return f"{getattr(function.__self__, '__name__', '')}.{name}", False
+    by_operator = name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}")
+    return name, by_operator or (name.endswith("_") and not name.endswith("__") and name not in _CHANGE_NOTHING)
 
 
 def _whole(leaf: Any) -> Any:
@@ -199,14 +214,24 @@ def _reduced(tensor: DTensor) -> DTensor:
     return tensor.redistribute(placements=[Replicate() if is_partial else each for is_partial, each in pairs])
 
 
+def _is_view_of_plain(function: Any, tensor: DTensor, args: Any, kwargs: Any) -> bool:
+    """Return whether a plain tensor would give a view; in inference mode torch does not note which are."""
+    with suppress(Exception), torch.inference_mode(False):
+        results = function(_in_memory_order(tensor).to("meta"), *args, **kwargs)
+        return any(each._base is not None for each in _leaves(results))
+    return False
+
+
 def _leaves(result: Any) -> Iterator[Any]:
     for each in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(each, torch.Tensor):
             yield each
 
 
-def _shares_numbers(part: torch.Tensor, tensor: DTensor) -> bool:
-    own, its = (each.to_local() if isinstance(each, DTensor) else each for each in (part, tensor))
+def _shares_numbers(part: DTensor, tensor: DTensor) -> bool:
+    own, its = part.to_local(), tensor.to_local()
+    if type(own) is not torch.Tensor or type(its) is not torch.Tensor:  # the result of an exchange that is under way
+        return False
     return own.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
 
 

@@ -116,8 +116,8 @@ class ReplacedParameter(nn.Parameter):
 
 def _refuse() -> NoReturn:
     raise ModelError(
-        "wrap_model() has divided the model and replaced this parameter, which has neither numbers nor a "
-        "gradient any more. Use model.parameters() of the model that wrap_model() returned."
+        "wrap_model(), or the end of gathered_weights(), has divided the model and replaced this parameter, which has "
+        "neither numbers nor a gradient any more. Use model.parameters() of the model that wrap_model() returned."
     )
 
 

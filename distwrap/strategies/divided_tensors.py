@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distwrap._internals.torch import version_of
 from distwrap._internals.torch_divided import DividedTensorRules
 from distwrap._internals.torch_sharding import own_parameters
 from distwrap.errors import ModelError
@@ -20,6 +22,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
+from distwrap.strategies.adoption import ReplacedParameter
 from distwrap.strategies.rendezvous import Rendezvous
 
 _SAVES_PARTS = ("torch.distributed.checkpoint", "distwrap.checkpoint")
@@ -35,6 +38,9 @@ class DividedTensors(RunPart):
     def __init__(self, world: World) -> None:
         self.rendezvous = Rendezvous("")
         if not _runs:
+            # A hook on the base of such a view is set in `Gathered.after_forward`.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+            _filters.append(warnings.filters[0])
             copyreg.pickle(DTensor, _reduced)
             _rules.append(DividedTensorRules(_meet, _refuse, _part_of, on_cpu=world.device.type == "cpu"))
         _runs.append(self)
@@ -45,10 +51,13 @@ class DividedTensors(RunPart):
         if not _runs:
             copyreg.dispatch_table.pop(DTensor, None)
             _rules.pop().end()
+            with suppress(ValueError):  # the loop has set filters of its own
+                warnings.filters.remove(_filters.pop())  # type: ignore[attr-defined]
 
 
 _runs: list[DividedTensors] = []
 _rules: list[DividedTensorRules] = []
+_filters: list[Any] = []
 
 
 def _meet() -> None:
@@ -79,7 +88,8 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
         model: what `wrap_model` has returned, or a module in it, whose weights fit on each device.
 
     Raises:
-        ModelError: the ranks have changed a weight differently, or a rank cannot have all weights.
+        ModelError: the ranks have changed a weight differently, a change would be lost, or a rank cannot have all
+            weights.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -95,33 +105,50 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
         _meet()
     elif any(_is_elsewhere(parameter) for parameter in net.parameters()):
         raise ModelError(
-            f"gathered_weights() of {type(net).__name__}: it is for fsdp, hsdp and tp. In a pipeline each stage has "
+            "gathered_weights(): it is for fsdp, hsdp and tp. In a pipeline each stage has "
             "its own blocks: change weights before wrap_model(). Under DeepSpeed use deepspeed.zero.GatheredParameters."
         )
     for own, name, tensor in divided:
         if tensor not in wholes:
             wholes[tensor] = _gathered(tensor)
         own[name] = wholes[tensor]
-    before = _marks(wholes)
+    before, versions = _marks(wholes), [version_of(tensor) for tensor in wholes]
     try:
         yield
+        _refuse_lost(divided, wholes, versions)
+        _refuse_unlike(_marks(wholes) if divided else [])
     finally:
         for own, name, tensor in divided:
             own[name] = tensor
-    after = _marks(wholes)
-    for rank, its in enumerate(gather_object(after) if divided else ()):
-        if its != after:
+        for (tensor, whole), was, now in zip(wholes.items(), before, _marks(wholes), strict=True):
+            with torch.no_grad():
+                if now[0] != was[0]:
+                    shards.fill(tensor, whole)
+                if now[1] != was[1]:
+                    tensor.grad = None if whole.grad is None else shards.divided_like(tensor, whole.grad)
+                tensor.requires_grad_(whole.requires_grad)
+                whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+            whole.__class__ = ReplacedParameter
+
+
+def _refuse_lost(divided: list[Any], wholes: Mapping[DTensor, nn.Parameter], versions: list[int]) -> None:
+    changed = any(version_of(tensor) != before for tensor, before in zip(wholes, versions, strict=True))
+    if changed or any(own[name] is not wholes[tensor] for own, name, tensor in divided):
+        what = "an optimizer has stepped" if changed else "another parameter was put in the place of a weight"
+        raise ModelError(
+            f"gathered_weights(): {what} within the 'with', which would be lost. Only change the numbers of weights "
+            "and gradients there."
+        )
+
+
+def _refuse_unlike(own: list[tuple[int, int]]) -> None:
+    for rank, its in enumerate(gather_object(own) if own else ()):
+        if its != own:
             raise ModelError(
                 f"rank {current_world().placement.rank} has changed weights within gathered_weights() otherwise than "
                 f"rank {rank}. Every rank makes the same changes, with the same random numbers: leave conditions such "
                 "as 'if rank() == 0' out."
             )
-    for (tensor, whole), was, now in zip(wholes.items(), before, after, strict=True):
-        with torch.no_grad():
-            if now[0] != was[0]:
-                shards.fill(tensor, whole)
-            if now[1] != was[1]:
-                tensor.grad = None if whole.grad is None else shards.divided_like(tensor, whole.grad)
 
 
 def _gathered(tensor: DTensor) -> nn.Parameter:

@@ -27,7 +27,7 @@ from distwrap.model.watch import is_power_of_two
 from distwrap.seeding import mix
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
-from distwrap.wording import named_ranks
+from distwrap.wording import first_names, named_ranks
 
 PAUSE_SECONDS = 0.0005
 ASK_SECONDS = 0.5  # between two questions to a missing rank about where it is
@@ -241,7 +241,8 @@ class Rendezvous:
         self._ranks = range(world.placement.world_size) if ranks is None else ranks
         self._order = world.part(EventOrders).of(self._ranks)
         self._order.models += 1
-        self._number, self.forwards, self._without, self._reads = self._order.models, 0, 0, 0
+        self._number, self.forwards, self._in_row, self._reads = self._order.models, 0, 0, 0
+        self._had_gradients: bool | None = None
 
     def forward(self, averages: bool = False) -> None:
         """Note that a forward begins, and whether its backward averages gradients.
@@ -252,9 +253,10 @@ class Rendezvous:
         if in_backward():  # a recomputation is part of a backward of all ranks
             return
         has_gradients = torch.is_grad_enabled()
-        self.forwards, self._without = self.forwards + 1, 0 if has_gradients else self._without + 1
+        self.forwards, is_same = self.forwards + 1, has_gradients is self._had_gradients
+        self._in_row, self._had_gradients = self._in_row + 1 if is_same else 1, has_gradients
         detail = has_gradients + 2 * (has_gradients and averages)
-        self._come_to((self._number, FORWARD, detail), None if has_gradients else self._without)
+        self._come_to((self._number, FORWARD, detail), None if has_gradients else self._in_row)
 
     def exchange(self, unit: int, gradients: int) -> None:
         """Note that an exchange of a unit is about to begin.
@@ -294,14 +296,14 @@ class Rendezvous:
         if model != self._number:
             return "runs another model"
         if what == FORWARD:
-            return f"runs forward {self.forwards} of {self._model} {'with' if detail else 'without'} gradients"
+            return f"runs forward {self._in_row} of {self._model} {'with' if detail else 'without'} gradients"
         if what == READ:
             return "takes a number of divided tensors, as weight.norm().item(), or their whole weights"
         names = self._units[what]
         without = [name for place, name in enumerate(names) if not detail >> place & 1]
         if detail == GATHER:
-            return f"{self._does} {_few(names)}"
-        return f"has no gradients of {_few(without)}" if without else f"has gradients of all of {_few(names)}"
+            return f"{self._does} {_quoted(names)}"
+        return f"has no gradients of {_quoted(without)}" if without else f"has gradients of all of {_quoted(names)}"
 
     def _refuse(self, event: Event, other: int, its: str) -> NoReturn:
         found = f"rank {self._world.placement.rank} {self._words(event)}, and rank {other} {its}."
@@ -328,8 +330,8 @@ class Rendezvous:
         )
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _quoted(names: list[str]) -> str:
+    return first_names(list(map(repr, names)))
 
 
 class SameBatch:

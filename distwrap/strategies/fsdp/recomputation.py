@@ -42,7 +42,8 @@ def recompute(
 
     def contexts(unit: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
-        before = [(module, name, buffer.clone()) for module, name, buffer in _buffers_of(unit)]
+        parts = [*unit.modules()]
+        before = [(part, name, each.clone()) for part in parts for name, each in part.named_buffers(recurse=False)]
         return _Entered(inside and inside(), first), _Entered(_Buffers(before), inside and inside(), again)
 
     for unit in units if selective else ():
@@ -80,10 +81,6 @@ def _refuse_recurrent(unit: nn.Module) -> None:
                 f"checkpointing='selective': {name or type(unit).__name__!r}, a {type(module).__name__}, changes the "
                 "products that would be kept, and its gradients would be wrong. Use checkpointing=True."
             )
-
-
-def _buffers_of(unit: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    return [(part, name, buffer) for part in unit.modules() for name, buffer in part.named_buffers(recurse=False)]
 
 
 class _Entered:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -152,18 +151,24 @@ def _shard(
     strategy: FSDPStrategy,
     after_forward: Callable[..., None],
 ) -> None:
-    dtype = computed_in(wrapping.in_precision, net)
+    dtype, on_cpu = computed_in(wrapping.in_precision, net), wrapping.device.type == "cpu"
+    for name, module in net.named_modules() if dtype is not None else ():
+        buffers = getattr(module, "parametrizations", nn.Module()).buffers()
+        if any(buffer.is_floating_point() for buffer in buffers) or hasattr(module, "weight_u"):
+            raise ModelError(
+                f"{name!r} has a parametrization with buffers, as of spectral_norm(), which would compute with weights "
+                f"in {dtype} and buffers in float32. Use precision='32', or strategy='ddp'."
+            )
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": strategy.reshard_after_forward,
-        "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload and not on_cpu else OffloadPolicy(),
         "shard_placement_fn": _placement,
     }
     for unit in [*units, net]:
         unit.register_forward_hook(after_forward)  # before FSDP's own hook, which frees the weights
     # The root needs no hook where its units have theirs: it stays gathered until its backward.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     # Norms compute in float32 under autocast, on the CPU only if their weights have it, so all norms are one unit.
     for modules in [norms_of(net)] if dtype is not None else of_other_types(net, units):
         if modules:
