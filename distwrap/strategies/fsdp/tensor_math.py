@@ -58,7 +58,7 @@ _NOT_IN_PARTS = (  # torch's DTensor computes something else, or only a forward,
     *("copysign", "nextafter", "cov", "group_norm", "native_group_norm", "local_response_norm", "interpolate"),
     *("slice_scatter", "diagonal_scatter", "quantile", "nanquantile", "amin", "amax", "polar", "svd_lowrank"),
     *("binary_cross_entropy", "linear_cross_entropy", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
-    *("norm", "linalg_norm", "linalg_vector_norm"),
+    *("norm", "linalg_norm", "linalg_vector_norm", "prod", "segment_reduce", "_segment_reduce"),
 )
 _WINDOWS = ("conv", "avg_pool", "max_pool", "adaptive_", "lp_pool", "fractional_")  # beginnings of names
 _GATHERS = frozenset((*_NUMBERS, *_RANDOM, *_KEEPS_STATISTICS, *_NOT_IN_PARTS))

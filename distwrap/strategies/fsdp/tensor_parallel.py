@@ -51,7 +51,7 @@ class TensorParallel:
         self._place()
         self._gathered = {net.get_submodule(name) for name, word in self._words.items() if word == "gathered"}
         self._handles: list[Any] = []
-        for module in net.modules():
+        for module in (each for each in net.modules() if not isinstance(each, torch.jit.ScriptModule)):
             self._handles.append(module.register_forward_pre_hook(self._begin))
             self._handles.append(module.register_forward_hook(self._end, always_call=True))
 
@@ -100,9 +100,9 @@ class TensorParallel:
 
     def _place(self) -> None:
         known: dict[int, tuple[nn.Parameter, nn.Parameter, str]] = {}
-        modules = dict(self._net.named_modules())
+        modules = [name for name, _ in self._net.named_modules()]
         for name in (*self._words, *modules):  # divided ones first
-            module, word = modules.get(name) or self._net.get_submodule(name), self._words.get(name, "whole")
+            module, word = self._net.get_submodule(name), self._words.get(name, "whole")
             for key, parameter in list(own_parameters(module).items()):
                 if parameter is None or isinstance(parameter, DTensor):
                     continue
