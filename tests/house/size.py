@@ -56,12 +56,12 @@ ROWS = {
     "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
     "testing": Row(1300, 1312, 1312, ("testing/",)),  # part 1; check_plan is new
     "timing": Row(650, 831, 785, ("timing/",)),  # part 1
-    "strategies: ddp and its like": Row(1100, 1286, 1187, ("strategies/",)),  # part 1; with the front door
+    "strategies: ddp and its like": Row(1100, 1261, 1168, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
         430, 551, 490, _strategies("zero.py optimizer_s owned_tensors.py separable.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
-        1600, 2330, 2160,
+        1600, 2263, 2103,
         _strategies(
             "fsdp/ activations.py adoption.py alignment.py alike.py divided_ meshes.py named_inputs.py "
             "shards.py"
