@@ -34,14 +34,15 @@ class PlanCheck:
     def __init__(self, net: nn.Module, tensor_parallel: TensorParallel) -> None:
         self._tensor_parallel = tensor_parallel
         names = list(dict.fromkeys(_block_of(net, name) for name in tensor_parallel.names))
-        names = [name for name in names if not any(name != other and _is_inside(name, other) for other in names)]
-        twins = [(name, net.get_submodule(name), _twin(net.get_submodule(name))) for name in names]
+        blocks = {name: net.get_submodule(name) for name in names}
+        looks = {name: partial(self._compare, name, _twin(block), _placements(block)) for name, block in blocks.items()}
         self._handles = {
-            name: block.register_forward_pre_hook(partial(self._compare, name, twin), with_kwargs=True)
-            for name, block, twin in twins
+            name: block.register_forward_pre_hook(looks[name], with_kwargs=True) for name, block in blocks.items()
         }
 
-    def _compare(self, name: str, twin: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _compare(
+        self, name: str, twin: nn.Module, placements: dict[str, Any], block: nn.Module, args: Any, kwargs: Any
+    ) -> None:
         self._handles.pop(name).remove()
         for part, other in zip(block.modules(), twin.modules(), strict=True):
             other.training = part.training
@@ -51,22 +52,18 @@ class PlanCheck:
             value = shards.whole(parameter.detach())
             noise = torch.randn(value.shape, generator=generator, device="cpu").to(value) * _NOISE
             numbers[key] = _precise(value + noise)
-            placement = self._tensor_parallel.placements[f"{name}.{key}".lstrip(".")]
-            divided[key] = spread(numbers[key], math.mesh, placement)
+            divided[key] = spread(numbers[key], math.mesh, placements[key])
         math.is_compared = True
         try:
             expected = self._computed(twin, block, numbers, args, kwargs)
             found = self._computed(twin, block, divided, args, kwargs)
         finally:
             math.is_compared = False
-        scale = max(
-            (float(grad.abs().max()) for key, grad in expected.items() if "gradient" in key and grad.numel()),
-            default=0.0,
-        )
+        largest = max(float(value.abs().max()) for value in expected.values() if value.numel())
         for what, wanted in expected.items():
-            size = max(float(wanted.abs().max()) if wanted.numel() else 0.0, 1e-2 * scale)
-            mine, limit = found[what], _TOLERANCE[wanted.dtype] * size
-            if mine.shape != wanted.shape or (wanted.numel() and not float((mine - wanted).abs().max()) <= limit):
+            limit = _TOLERANCE[wanted.dtype] * max(float(wanted.abs().max()) if wanted.numel() else 0.0, 1e-2 * largest)
+            is_alike = wanted.shape == found[what].shape and bool(((wanted - found[what]).abs() <= limit).all())
+            if not is_alike:
                 raise ModelError(
                     f"check=True: {name or 'the model'!r}, a {type(block).__name__} of which plan= divides layers, "
                     f"does not compute what it computes whole: {what} differs. Say 'whole' of its layers in plan=, or "
@@ -78,7 +75,7 @@ class PlanCheck:
     ) -> dict[str, torch.Tensor]:
         """Return outputs, and gradients of inputs and parameters, by what they are."""
         math = self._tensor_parallel.math
-        leaves = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in numbers.items()}
+        leaves = {key: value.detach().requires_grad_() for key, value in numbers.items()}
         buffers = {key: _precise(value).clone() for key, value in block.named_buffers()}
         inputs: list[torch.Tensor] = []
 
@@ -92,7 +89,7 @@ class PlanCheck:
             outputs = [each for each in tensors_in(math.whole(part(*args, **kwargs))) if each.is_floating_point()]
             named = {f"output {number}": output for number, output in enumerate(outputs)}
             wanted = {f"the gradient of input {number}": each for number, each in enumerate(inputs)}
-            wanted |= {f"the gradient of {key}": leaf for key, leaf in leaves.items() if leaf.requires_grad}
+            wanted |= {f"the gradient of {key}": leaf for key, leaf in leaves.items()}
             ends = [output for output in outputs if output.requires_grad]
             generator = torch.Generator().manual_seed(1)
             probes = [torch.randn(end.shape, generator=generator, device="cpu").to(end) for end in ends]
@@ -100,11 +97,8 @@ class PlanCheck:
             pairs = zip(wanted.items(), grads, strict=False)
             return named | {key: leaf * 0 if grad is None else grad for (key, leaf), grad in pairs}
 
-        with (
-            generators_kept(math.mesh.device_type),
-            torch.enable_grad(),
-            torch.autocast(math.mesh.device_type, enabled=False),
-        ):
+        kind = math.mesh.device_type
+        with generators_kept(kind), torch.enable_grad(), torch.autocast(kind, enabled=False):
             args, kwargs = map_tensors(given, (args, kwargs))
             inside = {f"part.{key}": value for key, value in (leaves | buffers).items()}
             found = functional_call(_Computation(twin), inside, (compute,))
@@ -130,8 +124,8 @@ def _block_of(net: nn.Module, name: str) -> str:
     return next((each for each in outer if id(net.get_submodule(each)) in blocks), ".".join(parts))
 
 
-def _is_inside(name: str, other: str) -> bool:
-    return not other or name.startswith(f"{other}.")
+def _placements(block: Any) -> dict[str, Any]:
+    return {key: parameter.placements[0] for key, parameter in block.named_parameters()}
 
 
 def _twin(block: nn.Module) -> nn.Module:

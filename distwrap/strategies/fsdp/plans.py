@@ -64,14 +64,13 @@ def check_plan(plan: object) -> None:
             raise OptionError(unknown_name("style of a module in plan=", word, WORDS))
 
 
-def words_of(model: nn.Module, plan: Plan | None, ranks: int, shares: int = 1) -> dict[str, str]:
+def words_of(model: nn.Module, plan: Plan | None, ranks: int) -> dict[str, str]:
     """Return the word of each module that a plan divides, by its name.
 
     Args:
         model: the whole model.
         plan: the user's plan.
         ranks: the number of ranks that divide a layer.
-        shares: the number of ranks over which FSDP divides what is left.
 
     Raises:
         OptionError: there is no plan; the message has one to paste.
@@ -79,12 +78,12 @@ def words_of(model: nn.Module, plan: Plan | None, ranks: int, shares: int = 1) -
     """
     named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     if plan is None or plan == "auto":
-        _refuse_to_guess(model, named, ranks, shares)
+        _refuse_to_guess(model, named, ranks)
     words: dict[str, str] = {}
     for pattern, word in (READY[plan] if isinstance(plan, str) else plan if isinstance(plan, Mapping) else {}).items():
         found = [name for name in named if fnmatchcase(name, pattern)]
         if isinstance(plan, str):
-            found = [name for name in found if not why_not(named[name], word, ranks, shares)]
+            found = [name for name in found if not why_not(named[name], word, ranks)]
         elif not found:
             raise ModelError(unknown_name("module of the model, in plan=,", pattern, named))
         words.update(dict.fromkeys(found, word))
@@ -92,7 +91,7 @@ def words_of(model: nn.Module, plan: Plan | None, ranks: int, shares: int = 1) -
         words = {name: word for name, module in named.items() if (word := plan(name, module) or "")}
     words = {name: word for name, word in words.items() if word != "whole"}
     for name, word in words.items():
-        if why := why_not(named[name], word, ranks, shares):
+        if why := why_not(named[name], word, ranks):
             raise ModelError(f"plan= says {word!r} of {name!r}, a {type(named[name]).__name__}: {why}.")
     if not words:
         raise ModelError(
@@ -103,7 +102,7 @@ def words_of(model: nn.Module, plan: Plan | None, ranks: int, shares: int = 1) -
     return words | dict.fromkeys((f"{name}.out_proj" for name in attentions), "rowwise")
 
 
-def why_not(module: nn.Module, word: str, ranks: int, shares: int = 1) -> str:
+def why_not(module: nn.Module, word: str, ranks: int) -> str:
     """Return why a module cannot be divided in the way of a word, or an empty text."""
     if word not in WORDS:
         return unknown_name("style", word, WORDS)
@@ -116,16 +115,13 @@ def why_not(module: nn.Module, word: str, ranks: int, shares: int = 1) -> str:
             return f"its {module.num_heads} heads are not divisible by {ranks} ranks"
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             return "it has kdim=, vdim=, add_bias_kv= or add_zero_attn=, which are not divided"
-        size, width = 3 * module.embed_dim, module.embed_dim
+        size = 3 * module.embed_dim
     elif "weight" not in own:
         return "its weight is not a parameter of its own, as under a parametrization"
     else:
-        size, width = own["weight"].shape
+        size = own["weight"].shape[word == "rowwise"]
     parts = ranks * pieces_of(word)
-    size, width = (width, size) if word == "rowwise" else (size, width)
-    if size % parts:
-        return f"{size} are not divisible by {parts}"
-    return f"{width} are not divisible by {shares} shares of FSDP" if pieces_of(word) > 1 and width % shares else ""
+    return f"{size} are not divisible by {parts}" if size % parts else ""
 
 
 def pieces_of(word: str) -> int:
@@ -133,20 +129,16 @@ def pieces_of(word: str) -> int:
     return {"packed2": 2, "packed3": 3, "heads": 3}.get(word, 1)
 
 
-def _refuse_to_guess(model: nn.Module, named: Mapping[str, nn.Module], ranks: int, shares: int) -> NoReturn:
-    found: dict[str, str] = {}
+def _refuse_to_guess(model: nn.Module, named: Mapping[str, nn.Module], ranks: int) -> NoReturn:
+    found = {name: "heads" for name, module in named.items() if isinstance(module, nn.MultiheadAttention)}
     for name, module in (("", model), *named.items()):
-        inside = [(key, part) for key, part in module.named_children() if isinstance(part, nn.Linear)]
-        if isinstance(module, nn.MultiheadAttention):
-            inside, found[pattern_of(name)] = [], "heads"
-        for key, part in inside:
-            width, size = inside[0][1].in_features, part.out_features
-            word = "packed3" if size == 3 * part.in_features else "colwise"
-            word = "rowwise" if part is not inside[0][1] and size == width and part is inside[-1][1] else word
-            if len(inside) > 1 and (part.in_features == width or word == "rowwise"):
-                found.setdefault(pattern_of(f"{name}.{key}".lstrip(".")), word)
-        if isinstance(module, nn.Embedding) and not why_not(module, "vocabulary", ranks, shares):
-            found.setdefault(pattern_of(name), "vocabulary")
+        layers = {key: part for key, part in module.named_children() if isinstance(part, nn.Linear)}
+        *first, last = layers.values() if layers else (None,)
+        if first and name not in found and last.out_features == first[0].in_features:  # type: ignore[union-attr]
+            words = ["packed3" if part.out_features == 3 * part.in_features else "colwise" for part in first]
+            found |= dict(zip((f"{name}.{key}".lstrip(".") for key in layers), (*words, "rowwise"), strict=True))
+    found |= {name: "vocabulary" for name, module in named.items() if not why_not(module, "vocabulary", ranks)}
+    found = {pattern_of(name): word for name, word in found.items()}
     lines = "\n".join(f'    "{pattern}": "{word}",' for pattern, word in found.items())
     raise OptionError(
         f"tensor_parallel= needs a plan=, which is not guessed: 'transformer' for torch's layers, 'llama', 'gpt', or "

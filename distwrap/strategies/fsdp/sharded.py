@@ -87,7 +87,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
             move(net, wrapping.device)
     tensor_parallel = None
     if tensor_mesh is not None:
-        tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan, shares=mesh.size() if mesh else 1)
+        tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan)
         if strategy.checks_plan:
             PlanCheck(net, tensor_parallel)
         said = f"tensor_parallel={tensor_mesh.size()}:\n{tensor_parallel!r}"

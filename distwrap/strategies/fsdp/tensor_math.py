@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from distwrap._internals.torch import version_of
 from distwrap._internals.torch_autograd import saving_hooks
 from distwrap._internals.torch_sharding import base_of, is_in_pieces
+from distwrap._internals.torch_tree import tree_leaves
 from distwrap.devices.kinds import generators_kept
 from distwrap.errors import DistwrapError, ModelError
 from distwrap.group.world import say_once
@@ -57,12 +58,13 @@ _NOT_IN_PARTS = (  # torch's DTensor computes something else, or only a forward,
     *("copysign", "nextafter", "cov", "group_norm", "native_group_norm", "local_response_norm", "interpolate"),
     *("slice_scatter", "diagonal_scatter", "quantile", "nanquantile", "amin", "amax", "polar", "svd_lowrank"),
     *("binary_cross_entropy", "linear_cross_entropy", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
-    *("norm", "linalg_norm", "linalg_vector_norm"),
+    *("norm", "linalg_norm", "linalg_vector_norm", "prod", "segment_reduce", "_segment_reduce"),
 )
 _WINDOWS = ("conv", "avg_pool", "max_pool", "adaptive_", "lp_pool", "fractional_")  # beginnings of names
 _GATHERS = frozenset((*_NUMBERS, *_RANDOM, *_KEEPS_STATISTICS, *_NOT_IN_PARTS))
 _DRAWS = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_")
 _OF_GRAPHS = ("grad", "backward", "__get__", "__set__", "__delete__")  # which tensors there are, and not their numbers
+_KEEPS_TENSOR = ("detach", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _CHANGES_NO_NUMBERS = ("requires_grad_", "share_memory_", "rename_", "detach_")
 
 
@@ -105,20 +107,21 @@ class TensorMath(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in _OF_GRAPHS or name.startswith("_foreach"):
             return self._outside(func, args, kwargs)
-        given = [*_tensors((args, kwargs))]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         own = [tensor for tensor in given if self._is_own(tensor)]
+        if func is _attention and (self.is_compared or any(map(_is_divided, own))):
+            return self._attended(*args, **kwargs)
         if func is F.multi_head_attention_forward and _is_by_heads(args, own, is_compared=self.is_compared):
             with self:
                 return attend(*args, **kwargs)
-        if self.is_compared and func is _attention:
-            args, kwargs = _without_dropout(*args, **kwargs)
         if changes_numbers(func):
             self._refuse_copy(func, args)
         if not own:
             return func(*args, **kwargs)
         if any(map(_is_divided, own)):
             return self._of_divided(func, name, args, kwargs)
-        if len(own) < len(given):
+        is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own)
+        if len(own) < len(given) or (is_trained and name not in _KEEPS_TENSOR):
             return func(*self.whole(args), **self.whole(kwargs))
         return self._or_whole(func, args, kwargs, args, kwargs)[0]
 
@@ -133,8 +136,6 @@ class TensorMath(TorchFunctionMode):
     def _of_divided(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Compute a function of which a tensor is divided."""
         first = args[0] if args else next(iter(kwargs.values()))
-        if func is _attention:
-            return self._attended(*args, **kwargs)
         if func in _DROPOUTS:
             return self._dropped(func, *args, **kwargs)
         if name in _SPLITS and is_in_pieces(first.placements[0]):
@@ -172,7 +173,8 @@ class TensorMath(TorchFunctionMode):
             return func(*own_args, **own_kwargs), False
         except (torch.OutOfMemoryError, dist.DistError, DistwrapError):
             raise
-        except Exception:  # noqa: BLE001 - what is wrong with the function itself is raised again
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError):
+            # What is wrong with the function itself is raised again. Checkpoints stop with an exception of their own.
             if changes_numbers(func):
                 return self._changed_whole(func, args, kwargs), False
             return func(*self.whole(args), **self.whole(kwargs)), True
@@ -204,6 +206,7 @@ class TensorMath(TorchFunctionMode):
         **options: Any,
     ) -> Any:
         """Compute attention with this rank's heads, or sequences."""
+        dropout_p = 0.0 if self.is_compared else dropout_p
         given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
         axis = next((each.placements[0].dim - each.dim() for each in given[:3] if _is_divided(each)), 0)
         ways: list[Any] = (
@@ -301,26 +304,10 @@ def _is_divided(tensor: Any) -> bool:
     )
 
 
-def _without_dropout(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *others: Any, **options: Any
-) -> tuple[Any, Any]:
-    return (query, key, value, attn_mask, 0.0, *others), options
-
-
 def _is_by_heads(args: Any, own: list[Any], *, is_compared: bool) -> bool:
     """Return whether attention has a joined projection that is divided, or is compared with one."""
     is_divided = any(_is_divided(tensor) and is_in_pieces(tensor.placements[0]) for tensor in own)
     return is_divided or (is_compared and args[5] is not None and args[7] is None)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _place() -> object:

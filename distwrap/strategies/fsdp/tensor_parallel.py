@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters, shard_in_pieces, silence_redistribution
 from distwrap.errors import ModelError
+from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.model.watch import is_power_of_two
 from distwrap.strategies import shards
 from distwrap.strategies.fsdp.plans import Plan, pattern_of, pieces_of, words_of
@@ -37,28 +37,21 @@ class TensorParallel:
         net: the user's whole model, whose parameters are replaced.
         mesh: the mesh of the group.
         plan: the plan of the strategy.
-        shares: the number of ranks over which FSDP divides what is left.
 
     Attributes:
         math: the functions of tensors in a forward.
         names: the names of the divided layers.
-        placements: the placement of each parameter of the model, by name.
     """
 
-    def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan | None, *, shares: int) -> None:
+    def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan | None) -> None:
         self.math, self._net, self._mesh = TensorMath(mesh), net, mesh
-        self._words = words_of(net, plan, mesh.size(), shares)
+        self._words = words_of(net, plan, mesh.size())
         self.names, self._forwards = list(self._words), 0
         self._entered: list[Any] = []
         self._place()
-        self.placements = {
-            name: parameter.placements[0]  # type: ignore[attr-defined]
-            for name, parameter in net.named_parameters(remove_duplicate=False)
-        }
-        self._handles = [
-            net.get_submodule(n).register_forward_hook(self._gather) for n, w in self._words.items() if w == "gathered"
-        ]
-        for module in net.modules():
+        self._gathered = {net.get_submodule(name) for name, word in self._words.items() if word == "gathered"}
+        self._handles: list[Any] = []
+        for module in (each for each in net.modules() if not isinstance(each, torch.jit.ScriptModule)):
             self._handles.append(module.register_forward_pre_hook(self._begin))
             self._handles.append(module.register_forward_hook(self._end, always_call=True))
 
@@ -107,9 +100,9 @@ class TensorParallel:
 
     def _place(self) -> None:
         known: dict[int, tuple[nn.Parameter, nn.Parameter, str]] = {}
-        modules = dict(self._net.named_modules())
+        modules = [name for name, _ in self._net.named_modules()]
         for name in (*self._words, *modules):  # divided ones first
-            module, word = modules.get(name) or self._net.get_submodule(name), self._words.get(name, "whole")
+            module, word = self._net.get_submodule(name), self._words.get(name, "whole")
             for key, parameter in list(own_parameters(module).items()):
                 if parameter is None or isinstance(parameter, DTensor):
                     continue
@@ -134,12 +127,8 @@ class TensorParallel:
             return output
         _, entered, is_outermost = self._entered.pop()
         entered.__exit__(None, None, None)
-        if (is_outermost or module is self._net) and not in_backward():
-            return self.math.whole(output)
-        return output
-
-    def _gather(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.math.whole(output)
+        is_whole = module in self._gathered or ((is_outermost or module is self._net) and not in_backward())
+        return self.math.whole(output) if is_whole else output
 
     def _states(self) -> torch.Tensor:
         kind, states = self._mesh.device_type, [torch.get_rng_state()]
@@ -153,10 +142,9 @@ class TensorParallel:
         Raises:
             ModelError: the ranks draw different numbers.
         """
-        digest = int.from_bytes(hashlib.blake2b(bytes(before.tolist()), digest_size=7).digest(), "little")
-        seen = torch.tensor([digest, -digest], device=self._mesh.device_type)
-        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._mesh.get_group())
-        if seen[0] != -seen[1]:
+        digest = int.from_bytes(hashlib.blake2b(bytes(before.tolist()), digest_size=6).digest(), "little")
+        everyones = gather_numbers([digest], self._mesh.get_group())
+        if everyones != everyones[:1] * len(everyones):
             ranks = ", ".join(map(str, self._mesh.mesh.flatten().tolist()))
             raise ModelError(
                 f"ranks {ranks} are one group, which computes one batch together, but they draw different "
