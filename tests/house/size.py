@@ -39,7 +39,7 @@ def _strategies(words: str) -> tuple[str, ...]:
 ROWS = {
     "modules": Row(1850 - 190, 2558, 2142, ("",)),  # falls with part 3
     "protocols": Row(190, 148, 181, ("protocols.py",)),
-    "_internals": Row(650, 1215, 1254, ("_internals/",)),  # part 1
+    "_internals": Row(650, 1148, 1193, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2179, 2082, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
@@ -67,11 +67,11 @@ ROWS = {
             "shards.py"
         ),
     ),  # part 2
-    "strategies: pipeline": Row(800, 1977, 1861, _strategies("pipeline/")),  # part 2
+    "strategies: pipeline": Row(800, 1540, 1440, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 2181, 1942, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 410, 290
+FILES, FILES_GOAL = 406, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
