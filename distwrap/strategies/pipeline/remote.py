@@ -62,6 +62,8 @@ class RemoteTensor(torch.Tensor):
         first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
         if func == torch.Tensor.device.__get__:
             return first.__dict__.get("nominal", cls.nominal)
+        if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False  # so that load_state_dict() does not warn
         if name in _CREATE:
             return func(*map_tensors(_hollow, args), **map_tensors(_hollow, kwargs))
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
