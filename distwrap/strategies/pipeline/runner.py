@@ -191,13 +191,12 @@ class StageRunner:
         for tensor in tensors_in(value):
             if isinstance(tensor, RemoteTensor):
                 source = tensor.source
+                module = source.rpartition(".")[0] or source
                 hint = (
-                    "From stage to stage goes only the output of one block, to the next one: let the blocks pass on what "
-                    "is needed."
+                    "From stage to stage goes only the output of one block, to the next one: let blocks pass on more."
                     if source in self.blocks.names
-                    else f"Let every stage hold it: PipelineStrategy(everywhere=[{source.rpartition('.')[0] or source!r}]). "
-                    "By default only the first stage holds what is registered before the blocks, and the last what is "
-                    "after them."
+                    else f"Let every stage hold it: PipelineStrategy(everywhere=[{module!r}]). Without that the first "
+                    "stage holds what is registered before the blocks, and the last one what is registered after them."
                 )
                 raise ModelError(f"{what} depends on {source}, whose numbers another stage has. {hint}")
 
