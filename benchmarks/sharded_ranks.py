@@ -77,8 +77,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, width: int, blocks: int, words: int) -> None:
         super().__init__()
-        self.embedding, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        self.embedding = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embedding(x)
@@ -143,7 +144,8 @@ def distwrap_way(model: nn.Module) -> Prepared:
     return Prepared(wrapped, optimizer, own_state(model, optimizer))
 
 
-STRATEGIES = {**{word: word for word in ("ddp", "zero1", "fsdp", "tp", "pipeline")}, "hsdp": "fsdp(shard=2)"}
+STRATEGIES = {word: word for word in ("ddp", "zero1", "fsdp", "tp")}
+STRATEGIES |= {"pipeline": "pipeline(loss='forward')", "hsdp": "fsdp(shard=2)"}
 WAYS: Ways = {
     "torch ddp": torch_ddp,
     "torch zero": torch_zero,

@@ -2,8 +2,8 @@
 
 It shows mixed precision, gradient clipping and a cosine schedule on two ranks. `backward` and `optimizer_step` do the
 right thing in bf16, fp16 and float32 alike. It takes about a minute on two CPU cores; use `--steps 20` for a first
-look. One option divides the model: `--strategy fsdp`, `"tp(plan='gpt')"`, `pipeline`, or, on four ranks,
-`"fsdp(tensor_parallel=2, plan='gpt')"`.
+look. One option divides the model: `--strategy fsdp`, `"tp(plan='gpt')"`, `"pipeline(loss='loss')"`, or, on four
+ranks, `"fsdp(tensor_parallel=2, plan='gpt')"`.
 
     python examples/language_model.py --steps 300 --nprocs 2 --precision bf16
 """
@@ -145,7 +145,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a small GPT on the standard library.")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--nprocs", type=int, default=2)
-    parser.add_argument("--strategy", default="ddp", help="fsdp, tp(plan='gpt'), pipeline, zero1, ...")
+    parser.add_argument("--strategy", default="ddp", help="fsdp, tp(plan='gpt'), pipeline(loss='loss'), zero1, ...")
     parser.add_argument("--precision", default="bf16", choices=["32", "bf16", "fp16"])
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")

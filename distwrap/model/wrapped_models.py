@@ -166,8 +166,7 @@ def bound_strategy(thing: Any) -> Strategy | None:
     models = world.part(WrappedModels)
     if isinstance(thing, Optimizer):
         if thing not in models.bound and (owners := models.of_optimizer(thing)):
-            known = [strategy_of(owner, world) for owner in owners]
-            bind(thing, next((each for each in known if each.shards), known[0]))  # so that the next step need not look
+            bind(thing, min((strategy_of(owner, world) for owner in owners), key=lambda each: not each.shards))
         return models.bound.get(thing)
     while isinstance(thing, nn.Module):
         found = thing.__dict__.get(_MARK) or models.bound.get(thing)

@@ -100,8 +100,9 @@ class Net(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+        self.first = nn.Linear(4, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.last = nn.Linear(width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         at("in a forward")

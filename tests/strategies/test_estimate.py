@@ -37,10 +37,11 @@ class Net(nn.Module):
 
     def __init__(self, width: int = 250) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(12, width), nn.Linear(width, 3)
+        self.first = nn.Linear(12, width)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(4)
         )
+        self.last = nn.Linear(width, 3)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("shift", torch.zeros(3))
 

@@ -505,7 +505,9 @@ def conditioned() -> list[float]:
 @pytest.mark.slow("others of its kind are in `make test`")
 def test_what_several_stages_use_is_named() -> None:
     """A module outside of the blocks that all stages use is an error that names the option, with which it trains."""
-    with pytest.raises(ModelError, match=r"depends on time\.\w+, whose numbers another stage has.*everywhere="):
+    with pytest.raises(
+        (ModelError, CollectiveError), match=r"depends on time\.\w+, whose numbers another stage has.*everywhere="
+    ):
         simulated(PipelineStrategy(loss="loss"))(conditioned)()
     [expected] = run_ranks(conditioned, 1, timeout=60)
     for found in simulated(PipelineStrategy(loss="loss", everywhere=["time"], check=True))(conditioned)():

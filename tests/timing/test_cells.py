@@ -43,9 +43,10 @@ class Net(nn.Module):
 
     def __init__(self, statistics: bool = False) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+        self.first = nn.Linear(8, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if statistics else nn.Identity()
         self.blocks = nn.ModuleList(Feed() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.first(x))

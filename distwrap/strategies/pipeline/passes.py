@@ -28,7 +28,7 @@ from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.precision import InPrecision
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
-from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward, refuse_remote
+from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward
 from distwrap.strategies.pipeline.streams import Streams
 from distwrap.wording import named_ranks
 
@@ -138,7 +138,7 @@ class WholePass:
         def after(number: int, output: Any) -> None:
             stage = ends.get(number)
             if number in own and stage is not None and stage != last:
-                refuse_remote(output, f"the output of the block {blocks.names[number]!r}")
+                runner.refuse_remote(output, f"the output of the block {blocks.names[number]!r}")
                 self._outputs[stage] = trained_of(output)
                 left.remove((stage, "send"))
                 _send(output, group, stage)
@@ -312,7 +312,7 @@ class SchedulePass:
             result = runner.run(self._method, given, blocks.of_stage(stage), starts, after)
         (output,) = found
         if not is_last:
-            refuse_remote(output, f"the output of stage {stage}")
+            runner.refuse_remote(output, f"the output of stage {stage}")
             sent = list(map(_widened, tensors_in(output), tensors_in(self._outputs[stage])))
             _check_like(sent, self._outputs[stage], stage)
             return tuple(tensor.contiguous() for tensor in sent)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterable
-from typing import Any, ClassVar, NoReturn
+from types import FrameType
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
@@ -61,13 +62,18 @@ class RemoteTensor(torch.Tensor):
         first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
         if func == torch.Tensor.device.__get__:
             return first.__dict__.get("nominal", cls.nominal)
+        if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False  # so that load_state_dict() does not warn
         if name in _CREATE:
             return func(*map_tensors(_hollow, args), **map_tensors(_hollow, kwargs))
         is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
         if is_write and not all(isinstance(each, RemoteTensor) for each in _tensors(kwargs.get("out", args[:1]))):
             _refuse_write(name, first)
-        if name == "backward":
-            _refuse_read(first)
+        if name in ("backward", "grad"):
+            if isinstance(args[0], RemoteTensor):
+                _refuse_read(first)
+            # NamedInputs refuses these inputs.
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if name in _DRAWS and cls.draws:
             func(*map_tensors(_ones, args), **map_tensors(_ones, kwargs))
         if name in _MOVES:
@@ -94,7 +100,7 @@ class RemoteTensor(torch.Tensor):
 
         So a norm over all gradients is refused, as the clip of torch takes one.
         """
-        asker = sys._getframe(1)
+        asker = cast("FrameType", cast("FrameType", inspect.currentframe()).f_back)
         module, by = str(asker.f_globals.get("__name__")), asker.f_locals.get("self")
         if asker.f_code.co_name == "zero_grad":
             self.has_gradient = False

@@ -94,7 +94,7 @@ class StageRunner:
                 if number in starts:
                     return starts[number]()
                 if number in own:
-                    refuse_remote((args, kwargs), f"the block {names[number]!r}")
+                    self.refuse_remote((args, kwargs), f"the block {names[number]!r}")
                     output = call(*args, **kwargs)
                 else:
                     output = self._without_numbers(number, args, kwargs)
@@ -110,7 +110,7 @@ class StageRunner:
             self._run = None
         if count != len(names):
             self._refuse_order(f"only {count} of its {len(names)} blocks")
-        refuse_remote(result, "what the method returns")
+        self.refuse_remote(result, "what the method returns")
         return result
 
     def shapes(self, method: Method, given: Any) -> list[Any]:
@@ -182,6 +182,24 @@ class StageRunner:
 
         return map_tensors(marked, output)
 
+    def refuse_remote(self, value: Any, what: str) -> None:
+        """Refuse a value that depends on another stage's numbers.
+
+        Raises:
+            ModelError: it does; the message names what to say.
+        """
+        for tensor in tensors_in(value):
+            if isinstance(tensor, RemoteTensor):
+                source = tensor.source
+                module = source.rpartition(".")[0] or source
+                hint = (
+                    "From stage to stage goes only the output of one block, to the next one: let blocks pass on more."
+                    if source in self.blocks.names
+                    else f"Let every stage hold it: PipelineStrategy(everywhere=[{module!r}]). Without that the first "
+                    "stage holds what is registered before the blocks, and the last one what is registered after them."
+                )
+                raise ModelError(f"{what} depends on {source}, whose numbers another stage has. {hint}")
+
     def _refuse_order(self, seen: str) -> NoReturn:
         names = self.blocks.names
         raise ModelError(
@@ -193,22 +211,6 @@ class StageRunner:
 
 def _is_trained(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad
-
-
-def refuse_remote(value: Any, what: str) -> None:
-    """Refuse a value that depends on another stage's numbers.
-
-    Raises:
-        ModelError: it does; the message names what to say.
-    """
-    for tensor in tensors_in(value):
-        if isinstance(tensor, RemoteTensor):
-            raise ModelError(
-                f"{what} depends on {tensor.source}, whose numbers another stage has. From stage to stage goes only "
-                "the output of one block, to the next one. A module or parameter outside of the blocks that several "
-                "stages use, or that is registered on the other side of the blocks than it is used, is named: "
-                "PipelineStrategy(everywhere=['embedding'])."
-            )
 
 
 class _Caller(nn.Module):

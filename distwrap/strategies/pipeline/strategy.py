@@ -93,7 +93,9 @@ class PipelineStrategy(Strategy):
         if schedule not in _SCHEDULES:
             raise OptionError(unknown_name("schedule", schedule, _SCHEDULES))
         if reduction not in _REDUCTIONS:
-            raise OptionError(unknown_name("reduction", reduction, _REDUCTIONS))
+            raise OptionError(
+                unknown_name("reduction", reduction, _REDUCTIONS, {"auto": "It is not found out: say which."})
+            )
         for name, value, least in (("stages", stages, 2), ("microbatches", microbatches, 1)):
             if value is not None and not is_whole(value, least):
                 raise OptionError(f"{name}={value!r}: it must be a whole number from {least}.")
