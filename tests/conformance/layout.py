@@ -79,7 +79,7 @@ class NoisyRows(Dataset[torch.Tensor]):
 
 
 @behaviour()
-def noise_goesby_share(trial: Trial) -> None:
+def noise_goes_by_share(trial: Trial) -> None:
     """Draw the same augmentation and the same noise on ranks of one share, and other ones on those of others."""
     seed_everything(7)
     batch = next(iter(shard_loader(DataLoader(NoisyRows(), batch_size=2))))
@@ -98,7 +98,7 @@ class DroppingNet(SmallNet):
 
 
 @behaviour()
-def dropout_goesby_share(trial: Trial) -> None:
+def dropout_goes_by_share(trial: Trial) -> None:
     """Drop the same numbers on ranks of one share, and other ones on those of others."""
     model = trial.wrap(small(DroppingNet))
     x, y = next(trial.alone.batches())

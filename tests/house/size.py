@@ -49,7 +49,7 @@ ROWS = {
     "environments": Row(420, 524, 465, ("environments/",)),  # part 3
     "group": Row(1000, 1574, 1513, ("group/",)),  # part 3
     "launch": Row(2300, 3760, 3534, ("launch/",)),  # part 3
-    "model": Row(850 + 750, 2437, 2390, ("model/",)),  # part 1; 750 for checks, in a room of their own
+    "model": Row(850 + 750, 2433, 2386, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 979, 889, ("prove/",)),  # part 3
@@ -69,9 +69,9 @@ ROWS = {
     ),  # part 2
     "strategies: pipeline": Row(800, 1977, 1861, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
-    "strategies: engines": Row(1100, 1915, 1710, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
+    "strategies: engines": Row(1100, 1830, 1610, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 410, 290
+FILES, FILES_GOAL = 407, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
