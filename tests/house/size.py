@@ -69,9 +69,9 @@ ROWS = {
     ),  # part 2
     "strategies: pipeline": Row(800, 1977, 1861, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
-    "strategies: engines": Row(1100, 1830, 1610, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
+    "strategies: engines": Row(1100, 1786, 1580, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 407, 290
+FILES, FILES_GOAL = 405, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
