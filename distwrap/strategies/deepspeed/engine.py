@@ -225,6 +225,7 @@ class ModelEngine:
 
     def end(self) -> None:
         """Remove the engine's hooks."""
+        self.is_at_work = True  # from now on nothing is refused
         with quiet(False):
             self.deepspeed.destroy()
 
@@ -333,6 +334,21 @@ class Engines(RunPart):
         """Return the engine of a user's model, or of an optimizer, the user's or its own."""
         return next((each for each in self._all if thing in (each.net, each.user, each.optimizer)), None)
 
+    def watch(self, net: nn.Module) -> None:
+        """Refuse gradients of a wrapped model that has no engine, which nobody would average."""
+        self.nets.add(net)
+
+        def require_engine(parameter: nn.Parameter) -> None:
+            if net in self.nets and self.of(net) is None:
+                raise ModelError(
+                    f"rank {self._world.placement.rank}: {type(net).__name__} has no engine, which computes gradients "
+                    "under strategy='deepspeed'. Call optimizer = wrap_optimizer(optimizer) before, which makes it."
+                )
+
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(require_engine)  # type: ignore[no-untyped-call]
+
     def add(self, engine: ModelEngine) -> None:
         """Add a new engine."""
         self._all.add(engine)
@@ -341,11 +357,13 @@ class Engines(RunPart):
         """Release an engine whose model goes back to the caller."""
         engine.end()
         self._all.discard(engine)
+        self.nets.discard(engine.net)
 
     def close(self) -> None:
         """Release all engines, and DeepSpeed's references to the process group."""
         for engine in list(self._all):
             engine.end()
+        self.nets.clear()
         forget_group()
         self._run.close()
 

@@ -341,6 +341,8 @@ def refused(how: str) -> None:
         other: Any = dw.wrap_model(net())
         assert adamw(model) is not adamw(other)
         dw.backward(model.loss(x, y) + other.loss(x, y))
+    if how == "without an engine":
+        dw.backward(model.loss(x, y))
     optimizer = adamw(model)
     if how == "two":
         dw.wrap_optimizer(torch.optim.SGD(model.first.parameters(), lr=0.1))
@@ -374,6 +376,7 @@ def refused(how: str) -> None:
 
 
 REFUSED = [
+    ("without an engine", "Net has no engine, which computes gradients under strategy='deepspeed'"),
     ("alone", "this step of SGD would not reach DeepSpeed's engine. Call optimizer = wrap_optimizer"),
     ("own object", "this step of AdamW would not reach DeepSpeed's engine. .* step what it returns"),
     ("plain", "loss.backward\\(\\) of Net under strategy='deepspeed'.* Call distwrap.backward\\(loss\\) and distwrap"),
