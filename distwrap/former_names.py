@@ -136,6 +136,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "max_lost": "It is not here: it let ranks be lost while the others went on. Instead write max_restarts=1, with "
         "save() and resume_from(), or strategy='hivemind' for peers that come and go.",
         "sequence_parallel": f"It is not here: norms computed with a piece of the sequence. Instead {_LONG_SEQUENCES}",
+        "scale_lr": "It is not here: the learning rate is the loop's own. Instead write lr=0.01 * world_size().",
         "context_parallel": f"It is not here: it was a piece of each sequence on a rank. Instead {_LONG_SEQUENCES}",
     },
     "command": {

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.deepspeed import forget_group, without_compiler
-from distwrap._internals.torch import version_of
+from distwrap._internals.torch import mark_steps_as_watched, version_of
 from distwrap.environments.variables import variables_set
 from distwrap.errors import ModelError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
@@ -31,8 +31,6 @@ from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.deepspeed.state import full_optimizer_state, load_optimizer_state
 from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.strategies.optimizer_share import refuse_whole
-
-_OF = "distwrap engine"
 
 
 class ModelEngine:
@@ -67,7 +65,7 @@ class ModelEngine:
         self.net, self.user, self.rank, self.stage = net, optimizer, world.placement.rank, int(zero["stage"])
         self.is_on_nvme = zero.get("offload_optimizer", {}).get("device") == "nvme"
         self.taken, self.has_gradients, self.is_at_work, self._is_used_up = True, False, False, False
-        self.mark = object()  # on the nodes of outputs, which must not hold the engine
+        self._is_broken = False
         trained = self._trained()
         self.parameters = {each: name for name, each in net.named_parameters() if id(each) in trained}
         self.inner, self.optimizer = _twin(optimizer), EngineOptimizer(self)
@@ -80,26 +78,28 @@ class ModelEngine:
         self._clip = float(self.deepspeed.gradient_clipping())
         self._reached: set[nn.Parameter] = set()
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._reach)  # type: ignore[no-untyped-call]
         self.note_weights()
+        mark_steps_as_watched(optimizer)  # a scheduler of it would warn that it never steps
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of a loss, which is scaled under fp16.
 
         Raises:
-            ModelError: the loop has not called ``zero_grad`` since the last step.
+            ModelError: the loop has not called ``zero_grad`` since the last step, or a backward has failed before.
         """
-        if self._is_used_up:
+        self._refuse_used_up("backward")
+        if self._is_broken:
             raise ModelError(
-                f"rank {self.rank}: a second backward without zero_grad() since the last step. In one process these "
-                "gradients would be added to the last ones, which DeepSpeed has dropped. Call optimizer.zero_grad() "
-                "in each step, of the optimizer that wrap_optimizer() returned."
+                f"rank {self.rank}: a backward has failed before, in which DeepSpeed's engine has lost a part of "
+                "the gradients. Start again from a checkpoint."
             )
+        self._is_broken = True
         with self.at_work():
             self.deepspeed.optimizer.clear_backward_seen_flag()
             self.deepspeed.optimizer.backward_prologue()
             self.deepspeed.backward(loss)
-        self.has_gradients = True
+        self.has_gradients, self._is_broken = True, False
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -110,26 +110,24 @@ class ModelEngine:
         finally:
             self.is_at_work = False
 
-    def watch(self, output: torch.Tensor) -> None:
-        """Refuse a backward from an output of the model, unless it is the engine's."""
-        node: Any = output.grad_fn
-        node.metadata[_OF] = self.mark
-        output.register_hook(self._refuse_plain_backward)  # type: ignore[no-untyped-call]
-
-    def _refuse_plain_backward(self, gradient: torch.Tensor) -> None:
+    def _reach(self, parameter: nn.Parameter) -> None:
+        """Note that a backward has computed a gradient, which must be the engine's backward."""
         if not self.is_at_work:
             raise ModelError(
                 f"rank {self.rank}: loss.backward() of {type(self.net).__name__} under strategy='deepspeed', whose "
                 "engine has a backward of its own. Call distwrap.backward(loss) and distwrap.optimizer_step(optimizer)."
             )
+        self._reached.add(parameter)
 
     def step(self) -> None:
         """Step the engine, if there are gradients.
 
         Raises:
-            ModelError: parameters were added, frozen or unfrozen since the engine was made, or have no gradient.
+            ModelError: a second step without ``zero_grad``; or parameters were added, frozen or unfrozen since the
+                engine was made, or have no gradient.
         """
         if not self.has_gradients:
+            self._refuse_used_up("step")
             return
         if self._trained() != set(map(id, self.parameters)) or len(self.user.param_groups) != self._groups():
             raise ModelError(
@@ -158,6 +156,14 @@ class ModelEngine:
         if self.has_gradients:
             self.deepspeed.optimizer.zero_grad()
             self._drop()
+
+    def _refuse_used_up(self, what: str) -> None:
+        if self._is_used_up:
+            raise ModelError(
+                f"rank {self.rank}: a second {what} without zero_grad() since the last step. One process would still "
+                "have its gradients, which DeepSpeed has dropped. Call zero_grad() in each step, of the optimizer that "
+                "wrap_optimizer() returned."
+            )
 
     def clip(self, max_norm: float) -> None:
         """Clip by the norm of all gradients in the next step."""
@@ -219,6 +225,7 @@ class ModelEngine:
 
     def end(self) -> None:
         """Remove the engine's hooks."""
+        self.is_at_work = True  # from now on nothing is refused
         with quiet(False):
             self.deepspeed.destroy()
 
@@ -303,14 +310,14 @@ class Engines(RunPart):
         world.part(OptimizerSteps).listen(Phase.REFUSE, self._refuse_alone)
 
     def under(self, loss: torch.Tensor) -> list[ModelEngine]:
-        """Return the engines from whose outputs a loss was computed, by its graph."""
+        """Return the engines that train parameters from which a loss was computed, by its graph."""
         found, seen, nodes = list[ModelEngine](), set[Any](), list[Any]([loss.grad_fn])
         while nodes and len(found) < len(self._all):
             node = nodes.pop()
             if node is not None and node not in seen:
                 seen.add(node)
-                engine = next((each for each in self._all if node.metadata.get(_OF) is each.mark), None)
-                found += [engine] if engine is not None and engine not in found else []
+                leaf = getattr(node, "variable", None)
+                found += [each for each in self._all if leaf in each.parameters and each not in found]
                 nodes += [before for before, _ in node.next_functions]
         return found
 
@@ -327,6 +334,21 @@ class Engines(RunPart):
         """Return the engine of a user's model, or of an optimizer, the user's or its own."""
         return next((each for each in self._all if thing in (each.net, each.user, each.optimizer)), None)
 
+    def watch(self, net: nn.Module) -> None:
+        """Refuse gradients of a wrapped model that has no engine, which nobody would average."""
+        self.nets.add(net)
+
+        def require_engine(parameter: nn.Parameter) -> None:
+            if net in self.nets and self.of(net) is None:
+                raise ModelError(
+                    f"rank {self._world.placement.rank}: {type(net).__name__} has no engine, which computes gradients "
+                    "under strategy='deepspeed'. Call optimizer = wrap_optimizer(optimizer) before, which makes it."
+                )
+
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(require_engine)  # type: ignore[no-untyped-call]
+
     def add(self, engine: ModelEngine) -> None:
         """Add a new engine."""
         self._all.add(engine)
@@ -335,11 +357,13 @@ class Engines(RunPart):
         """Release an engine whose model goes back to the caller."""
         engine.end()
         self._all.discard(engine)
+        self.nets.discard(engine.net)
 
     def close(self) -> None:
         """Release all engines, and DeepSpeed's references to the process group."""
         for engine in list(self._all):
             engine.end()
+        self.nets.clear()
         forget_group()
         self._run.close()
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from distwrap._internals.torch_autograd import in_backward
-from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError
-from distwrap.group.world import current_world
+from distwrap.frames import is_ours
 from distwrap.model.buffers import Buffers
-from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
+from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
 from distwrap.model.proxy import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies.deepspeed.engine import ModelEngine
@@ -55,7 +54,7 @@ class EngineRouting(Routing):
     def _with_engine(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
         self._count()
-        return self._out(self.module(*args, **kwargs))
+        return self.module(*args, **kwargs)
 
     def _count(self) -> None:
         if in_backward():
@@ -70,36 +69,30 @@ class EngineRouting(Routing):
         self._count()
         return False
 
-    def _end(self, output: Any, call: MethodCall) -> Any:
-        return super()._end(self._out(output) if call.begun or has_gradient(output) else output, call)
+    def refuse_to_look(self, frame: Any) -> None:
+        """Refuse to look at parameters, which the engine has divided, or whose gradients it has after a backward.
 
-    def _out(self, output: Any) -> Any:
-        for tensor in tensors_in(output) if has_gradient(output) else ():
-            if tensor.grad_fn is not None and self.engine is not None:
-                self.engine.watch(tensor)
-            elif tensor.requires_grad:
-                tensor.register_hook(self._refuse_backward)  # type: ignore[no-untyped-call]
-        return output
-
-    def _refuse_backward(self, gradient: torch.Tensor) -> NoReturn:
-        raise ModelError(
-            f"rank {current_world().placement.rank}: {type(self.model).__name__} had no engine at its forward. Under "
-            "strategy='deepspeed' call optimizer = wrap_optimizer(optimizer), which makes it, before the first forward "
-            "that trains."
-        )
-
-    def refuse_gradients(self) -> None:
-        """Refuse to look at gradients, which the engine has after a backward.
+        Args:
+            frame: that of a call by the user; we look only at which parameters there are.
 
         Raises:
             ModelError: it has them now.
         """
-        if self.engine is not None and self.engine.has_gradients and not self.engine.is_at_work:
+        if self.engine is None or self.engine.is_at_work or is_ours(frame.f_back.f_code.co_filename):
+            return
+        if self.engine.has_gradients:
             raise ModelError(
                 f"rank {self.engine.rank}: parameters() between a backward and the step under strategy='deepspeed', "
                 "when the engine has the gradients, and each rank only a share of them. Clip by "
                 "distwrap.optimizer_step(optimizer, max_norm=…), which takes the norm of all gradients."
             )
+        for name, parameter in self.model.named_parameters():
+            if parameter.numel() != getattr(parameter, "ds_numel", parameter.numel()):
+                raise ModelError(
+                    f"rank {self.engine.rank}: parameters() of {type(self.model).__name__} under stage 3 of DeepSpeed, "
+                    f"where the numbers of {name!r} are divided over the ranks, and it is empty here. Look at them "
+                    "within gathered_weights(model), from distwrap.strategies.deepspeed, or call model.state_dict()."
+                )
 
     def refuse_copy(self) -> NoReturn:
         """Refuse to copy or pickle the model.
@@ -137,15 +130,15 @@ class EngineModel(UncopiedModel):
             engine.zero_grad()
 
     def parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Yield the model's own.
+        """Return the model's own.
 
         Raises:
-            ModelError: the engine has the gradients, and a clip of the loop's own would find none.
+            ModelError: a loss, or a clip of the loop's own, would find none of their numbers or gradients.
         """
-        for _, parameter in self.named_parameters(*args, **kwargs):
-            yield parameter
+        self._distwrap_routing.refuse_to_look(inspect.currentframe())
+        return self._distwrap_routing.model.parameters(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Yield the model's own, as `parameters`."""
-        self._distwrap_routing.refuse_gradients()
-        yield from self._distwrap_routing.model.named_parameters(*args, **kwargs)
+        """Return the model's own, as `parameters`."""
+        self._distwrap_routing.refuse_to_look(inspect.currentframe())
+        return self._distwrap_routing.model.named_parameters(*args, **kwargs)

@@ -153,7 +153,7 @@ class DeepSpeedStrategy(Strategy):
         from distwrap.strategies.fsdp.recomputation import recompute
         from distwrap.strategies.fsdp.units import units_of
 
-        world.part(Engines).nets.add(net)
+        world.part(Engines).watch(net)
         name = str(world.count("model"))
         if self.checkpointing:
             recompute(units_of(net, "auto"), selective=self.checkpointing == "selective")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch.optim import Optimizer
 
 from distwrap.checks import Check, is_number, one_of
 from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
 from distwrap.comm.base import option
-from distwrap.errors import ModelError, OptionError
-from distwrap.group.world import current_world, say
+from distwrap.errors import OptionError
+from distwrap.group.world import current_world
 from distwrap.strategies.horovod.group import HorovodGroup
 
-_SCALE = "horovod_scale"  # key of parameter groups: the factor of the learning rate
 _LOOK_SECONDS = 0.0002  # between two checks of an exchange
 _LARGEST = torch.finfo(torch.float16).max
 
@@ -29,15 +26,11 @@ class HorovodAllReduce(GradientAlgorithm):
     compression: str = option("none", one_of("compression", ("none", "fp16")))
     adasum: bool = False
     predivide: float = option(1.0, Check("a positive number", lambda value: is_number(value) and value > 0, float))
-    scale_lr: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.adasum and (self.scale_lr or self.predivide != 1.0):
-            raise OptionError(
-                "HorovodStrategy(adasum=True): Adasum takes the learning rate of one rank, and has no predivide: leave "
-                "scale_lr and predivide out."
-            )
+        if self.adasum and self.predivide != 1.0:
+            raise OptionError("HorovodStrategy(adasum=True): Adasum has no predivide: leave predivide out.")
 
     def check(self, world_size: int) -> None:
         if self.adasum and world_size & (world_size - 1):
@@ -45,11 +38,6 @@ class HorovodAllReduce(GradientAlgorithm):
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return _HorovodMean(self, link.size)
-
-    def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
-        if self.scale_lr and isinstance(averager, _HorovodMean):
-            averager.scale_rates(optimizer)
-        return optimizer
 
 
 class _HorovodMean(Averager):
@@ -59,13 +47,10 @@ class _HorovodMean(Averager):
         self._hvd, self._algorithm, self._size = hvd, algorithm, size
         self._group = current_world().part(HorovodGroup)
         self._number = current_world().count("horovod")  # of this model, the same on all ranks
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
 
     def average(self, bucket: Bucket) -> None:
         hvd, algorithm = self._hvd, self._algorithm
         self._group.begin()
-        if algorithm.scale_lr:
-            self._check_rates()
         values = bucket.values.float() if bucket.values.dtype == torch.bfloat16 else bucket.values  # it lacks bfloat16
         # Horovod's own mean divides after the sum, which may overflow.
         before, after, kind = 1 / algorithm.predivide, algorithm.predivide / self._size, hvd.Compression.none
@@ -93,34 +78,3 @@ class _HorovodMean(Averager):
                 raise HorovodInternalError(f"Timed out waiting {timeout:g} s for a gradient that not all ranks sent")
             time.sleep(_LOOK_SECONDS)
         self._hvd.synchronize(handle)
-
-    def scale_rates(self, optimizer: Optimizer) -> None:
-        """Multiply learning rates by the number of ranks, once for all models and runs, and print them."""
-        self._optimizers.add(optimizer)
-        rates = [(group, self._size / group.get(_SCALE, 1)) for group in optimizer.param_groups]
-        if all(factor == 1 for _, factor in rates):
-            return
-        if any("initial_lr" in group for group in optimizer.param_groups):
-            raise ModelError(
-                "HorovodStrategy(scale_lr=True): a scheduler holds the learning rates already. Call "
-                "wrap_optimizer(optimizer) before the scheduler is made."
-            )
-        before = [group["lr"] for group in optimizer.param_groups]
-        for group, factor in rates:
-            group["lr"], group[_SCALE] = group["lr"] * factor, self._size
-        after = [group["lr"] for group in optimizer.param_groups]
-        say(f"scale_lr=True: the learning rates of {type(optimizer).__name__}, {before}, are now {after}")
-
-    def _check_rates(self) -> None:
-        if not self._optimizers:
-            raise ModelError(
-                "HorovodStrategy(scale_lr=True) multiplies the learning rates in wrap_optimizer(optimizer), which has "
-                "not been called for an optimizer of this model."
-            )
-        for optimizer in self._optimizers:
-            if any(group.get(_SCALE) != self._size for group in optimizer.param_groups):
-                raise ModelError(
-                    f"HorovodStrategy(scale_lr=True): the {type(optimizer).__name__} has a group whose learning rate "
-                    f"was not multiplied by the {self._size} ranks: it was added, or loaded from a checkpoint of a run "
-                    f"without. Call wrap_optimizer(optimizer) again."
-                )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from distwrap.checks import refuses_removed
 from distwrap.errors import OptionError
 from distwrap.group.world import Layout, World
 from distwrap.options import Options
@@ -27,8 +28,6 @@ class HorovodStrategy(DDPStrategy):
             ranks.
         predivide: Horovod's ``gradient_predivide_factor``: gradients are divided by it before the sum, and multiplied
             by it after the sum.
-        scale_lr: whether `wrap_optimizer` multiplies the learning rates by the number of ranks, and prints them. It
-            never happens by itself: a batch that is divided over the ranks needs no scaling.
         backend: the backend of torch's process group, which carries everything except gradients.
         **ddp_options: the options of `DDPStrategy`.
 
@@ -40,21 +39,19 @@ class HorovodStrategy(DDPStrategy):
         'fp16'
     """
 
+    @refuses_removed
     def __init__(
         self,
         *,
         compression: Literal["none", "fp16"] = "none",
         adasum: bool = False,
         predivide: float = 1.0,
-        scale_lr: bool = False,
         backend: str | None = None,
         **ddp_options: Any,
     ) -> None:
         if "comm" in ddp_options:
             raise OptionError("HorovodStrategy: Horovod exchanges the gradients: leave comm= out.")
-        self.algorithm = HorovodAllReduce(
-            compression=compression, adasum=adasum, predivide=predivide, scale_lr=scale_lr
-        )
+        self.algorithm = HorovodAllReduce(compression=compression, adasum=adasum, predivide=predivide)
         # Horovod's own script has no buckets in addition to the gradients.
         super().__init__(backend=backend, comm=self.algorithm, **{"gradient_as_bucket_view": True, **ddp_options})
 

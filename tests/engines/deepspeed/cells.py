@@ -11,7 +11,7 @@ REFUSES = {
     "two_optimizers": "an engine steps one",
     "group_added_later": "an engine cannot add one",
     "float64": "an engine trains a copy in float32",
-    "dropout_goesby_share": "it computes gradients without an optimizer, and an engine takes both",
+    "dropout_goes_by_share": "it computes gradients without an optimizer, and an engine takes both",
     "never_prepared": "wrap_optimizer makes the engine",
     "plain_backward_and_step": "the engine has a backward of its own",
     **(

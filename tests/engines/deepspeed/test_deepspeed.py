@@ -337,19 +337,24 @@ def refused(how: str) -> None:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         torch.optim.SGD(parameters, lr=0.1).step()
-    elif how == "late":
-        loss = model.loss(x, y)
-        adamw(model)
-        dw.backward(loss)
     elif how == "two models":
         other: Any = dw.wrap_model(net())
         assert adamw(model) is not adamw(other)
         dw.backward(model.loss(x, y) + other.loss(x, y))
+    if how == "without an engine":
+        dw.backward(model.loss(x, y))
     optimizer = adamw(model)
     if how == "two":
         dw.wrap_optimizer(torch.optim.SGD(model.first.parameters(), lr=0.1))
     if how == "plain":
         model.loss(x, y).backward()
+    if how == "plain, of a part":
+        model.module.first(x).sum().backward()
+    if how == "failed":
+        x.requires_grad_().register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dw.backward(model.loss(x, y))
+        optimizer.zero_grad()
     dw.backward(model.loss(x, y))
     if how == "own clip":
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -358,6 +363,11 @@ def refused(how: str) -> None:
         optimizer.add_param_group({"params": list(model.module.frozen.parameters())})
     elif how == "own object":
         optimizer.engine.user.step()  # type: ignore[attr-defined]
+    elif how == "divided":
+        optimizer.step()
+        sum(parameter.square().sum() for parameter in model.parameters())
+    elif how == "twice":
+        optimizer.step()
     elif how == "closure":
         optimizer.step(lambda: 0.0)
     optimizer.step()
@@ -366,7 +376,7 @@ def refused(how: str) -> None:
 
 
 REFUSED = [
-    ("late", "Net had no engine at its forward. .* call optimizer = wrap_optimizer\\(optimizer\\)"),
+    ("without an engine", "Net has no engine, which computes gradients under strategy='deepspeed'"),
     ("alone", "this step of SGD would not reach DeepSpeed's engine. Call optimizer = wrap_optimizer"),
     ("own object", "this step of AdamW would not reach DeepSpeed's engine. .* step what it returns"),
     ("plain", "loss.backward\\(\\) of Net under strategy='deepspeed'.* Call distwrap.backward\\(loss\\) and distwrap"),
@@ -392,6 +402,36 @@ def test_what_an_engine_cannot_do_is_refused_by_name(stage: int, how: str, messa
     """Before it trains anything otherwise than one process."""
     with pytest.raises(ModelError, match=message):
         launch(DeepSpeedStrategy(stage=stage), refused, how)
+
+
+def test_divided_weights_are_not_read_as_empty() -> None:
+    """Under stage 3 a penalty over ``model.parameters()`` would be 0, where their numbers are on other ranks."""
+    every = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    with pytest.raises(
+        ModelError, match=r"under stage 3 of DeepSpeed, where the numbers of 'scale' are divided .*gathered"
+    ):
+        launch(DeepSpeedStrategy(stage=3, config=every), refused, "divided")
+
+
+def scheduled() -> dict[str, torch.Tensor]:
+    """Train with schedulers, one of the user's optimizer and one of what wraps it."""
+    model = dw.wrap_model(net())
+    users = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.05)
+    first = torch.optim.lr_scheduler.StepLR(users, 1, 0.5)
+    optimizer = dw.wrap_optimizer(users)
+    second = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1.0)
+    for _ in range(3):
+        trained(model, optimizer, 1)
+        (second if dw.world_size() == 0 else first).step()
+    return model.state_dict()
+
+
+@STAGES
+def test_a_scheduler_of_the_users_optimizer_acts(stage: int) -> None:
+    """The engine takes the rates of both objects, which have one set of groups."""
+    expected = scheduled()
+    for weights in launch(DeepSpeedStrategy(stage=stage), scheduled):
+        assert_close(weights, expected)
 
 
 def test_it_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.errors import CollectiveError, CollectiveTimeoutError, ModelError, OptionError, WorkerDiedError
+from distwrap.errors import CollectiveError, CollectiveTimeoutError, OptionError, WorkerDiedError
 from distwrap.strategies.horovod import HorovodStrategy
 from tests.engines.horovod import program
 from tests.engines.regression import data, net, trained
@@ -57,67 +57,6 @@ def test_float16_on_the_way() -> None:
     assert torch.equal(first, second)
     assert not torch.equal(first, one_process())
     torch.testing.assert_close(first, one_process(), rtol=0, atol=0.02)
-
-
-def test_rates_are_scaled_only_where_asked() -> None:
-    """``scale_lr=True`` is that of the loop with a rate times the ranks, and says so; else nothing is scaled."""
-
-    @distributed(strategy="horovod(scale_lr=True)", nprocs=2, timeout=60)
-    def main() -> tuple[torch.Tensor, float]:
-        model = dw.wrap_model(net())
-        optimizer = dw.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-        optimizer = dw.wrap_optimizer(optimizer)  # once is enough
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer = dw.wrap_optimizer(optimizer)
-        trained(model, optimizer)
-        return nn.utils.parameters_to_vector(model.parameters()).detach(), optimizer.param_groups[0]["lr"]
-
-    weights, rate = main()
-    assert rate == 0.1
-    model = net()
-    trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    torch.testing.assert_close(weights, nn.utils.parameters_to_vector(model.parameters()), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("no wrap_optimizer", r"has not been called for an optimizer"),
-        ("scheduler first", r"before the scheduler is"),
-        ("a checkpoint without", r"was not multiplied by the 2 ranks"),
-    ],
-)
-def test_rates_that_would_not_be_scaled_are_an_error(kind: str, words: str) -> None:
-    """Not a silent training at another rate."""
-
-    @distributed(strategy="horovod(scale_lr=True)", nprocs=2, timeout=60)
-    def main() -> None:
-        model = dw.wrap_model(net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        plain = optimizer.state_dict()
-        if kind == "a checkpoint without":
-            dw.wrap_optimizer(optimizer).load_state_dict(plain)
-        if kind == "scheduler first":
-            torch.optim.lr_scheduler.StepLR(optimizer, 1)
-            optimizer = dw.wrap_optimizer(optimizer)
-        trained(model, optimizer)
-
-    with pytest.raises(ModelError, match=words):
-        main()
-
-
-def test_an_optimizer_of_two_models_is_scaled_once() -> None:
-    """Also where it comes back in a second call."""
-    models = [net(), net()]
-    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.05)
-
-    @distributed(strategy="horovod(scale_lr=True)", nprocs=2, timeout=60, retrofit=True)
-    def main(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> float:
-        for model in models:
-            trained(model, optimizer)
-        return float(optimizer.param_groups[0]["lr"])
-
-    assert [main(models, optimizer) for _ in range(2)] == [0.1, 0.1]
 
 
 @pytest.mark.parametrize("kind", ["sum beyond float16", "bfloat16"])
@@ -228,8 +167,10 @@ def test_a_rank_that_ends_is_named(kind: str) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     """Before a process starts, or where the ranks meet."""
-    with pytest.raises(OptionError, match="Adasum takes the learning rate of one rank"):
-        HorovodStrategy(adasum=True, scale_lr=True)
+    with pytest.raises(OptionError, match="Adasum has no predivide"):
+        HorovodStrategy(adasum=True, predivide=2.0)
+    with pytest.raises(OptionError, match=r"HorovodStrategy\(scale_lr=…\): .* lr=0.01 \* world_size"):
+        HorovodStrategy(scale_lr=True)
     with pytest.raises(OptionError, match="positive number"):
         HorovodStrategy(predivide=0)
     with pytest.raises(OptionError, match="compression"):
