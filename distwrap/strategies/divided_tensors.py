@@ -106,7 +106,7 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
     elif any(_is_elsewhere(parameter) for parameter in net.parameters()):
         raise ModelError(
             "gathered_weights(): it is for fsdp, hsdp and tp. In a pipeline each stage has "
-            "its own blocks: change weights before wrap_model(). Under DeepSpeed use deepspeed.zero.GatheredParameters."
+            "its own blocks: change weights before wrap_model(). DeepSpeed has its own, in distwrap.strategies.deepspeed."
         )
     for own, name, tensor in divided:
         if tensor not in wholes:
