@@ -105,8 +105,8 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
         _meet()
     elif any(_is_elsewhere(parameter) for parameter in net.parameters()):
         raise ModelError(
-            "gathered_weights(): it is for fsdp, hsdp and tp. In a pipeline each stage has "
-            "its own blocks: change weights before wrap_model(). DeepSpeed has its own, in distwrap.strategies.deepspeed."
+            "gathered_weights(): it is for fsdp, hsdp and tp. In a pipeline each stage has its own blocks: change "
+            "weights before wrap_model(). DeepSpeed has its own, in distwrap.strategies.deepspeed."
         )
     for own, name, tensor in divided:
         if tensor not in wholes:
