@@ -39,6 +39,7 @@ class Save:
         self._gathering = Gathering(self._pieces) if self._pieces else None
         self._unfinished: files.Unfinished | None = None
         self._temporary = Path()
+        self._group: PieceGroup | None = None
 
     def run(self, *, differs: str, background: bool) -> None:
         """Save, or copy the state and write in the background.
@@ -92,8 +93,8 @@ class Save:
 
     def _copy(self) -> None:
         """Copy the state, and begin to write it in the background."""
-        if self._all_work:
-            current_world().part(PieceGroup)
+        if self._all_work:  # made by all ranks, and found here: a rank that fails has left its world
+            self._group = current_world().part(PieceGroup)
         if self._here or self._all_work:
             current_world().part(Writer).write(self._state, self._write_later, tells=self._here)
 
@@ -130,8 +131,8 @@ class Save:
                 self._write(state, self._io_of_background())
             except Exception as error:  # noqa: BLE001 - every rank raises it
                 failed = error
-            if self._all_work:
-                failed = first_problem(failed, current_world().part(PieceGroup).gather_text) or failed
+            if self._group is not None:
+                failed = first_problem(failed, self._group.gather_text) or failed
             if failed is not None:
                 raise failed
             self._commit()
@@ -143,9 +144,9 @@ class Save:
 
     def _io_of_background(self) -> CheckpointIO:
         over = getattr(self._io, "over", None)
-        if over is None or not self._io.collective:
+        if over is None or self._group is None or not self._io.collective:
             return self._io
-        found: CheckpointIO = over(current_world().part(PieceGroup).group)
+        found: CheckpointIO = over(self._group.group)
         return found
 
     def _commit(self) -> None:
