@@ -84,6 +84,7 @@ class Unfinished:
     """
 
     def __init__(self, path: Path, *, folder: bool = False) -> None:
+        self._lock: int | None = None
         _sweep(path.parent)
         self.path, self.temporary, self.has_name, self._is_folder = path, temporary_name(path), False, folder
         if folder:
@@ -134,6 +135,9 @@ class Unfinished:
             raise
         _sync(self.path.parent)
         shutil.rmtree(previous, ignore_errors=True)
+
+    def __del__(self) -> None:
+        self._unlock()  # of a simulated rank that was killed
 
     def _unlock(self) -> None:
         if self._lock is not None:
