@@ -43,7 +43,7 @@ ROWS = {
     "checkpoint": Row(1200, 2018, 1956, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
-    "convert": Row(2200, 4919, 4449, ("convert/",)),  # with the converter
+    "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 517, 528, ("devices/",)),  # part 1
     "environments": Row(420, 542, 480, ("environments/",)),  # part 3
@@ -53,7 +53,7 @@ ROWS = {
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 979, 889, ("prove/",)),  # part 3
-    "supervision": Row(800, 1506, 1567, ("supervision/",)),  # part 3
+    "supervision": Row(800, 1512, 1574, ("supervision/",)),  # part 3
     "testing": Row(1300, 1279, 1280, ("testing/",)),  # part 1
     "timing": Row(650, 826, 776, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1286, 1187, ("strategies/",)),  # part 1; with the front door
