@@ -200,7 +200,6 @@ def _with_pieces(state: Any, into: Any) -> Any:
     def replaced(part: Any, path: tuple[Any, ...]) -> Any:
         target = _at(into, path)
         strategy = bound_strategy(target)
-        part = _with_tied_names(part, target)
         parts = strategy.parts_to_load(target, part) if strategy is not None and isinstance(part, dict) else None
         return part if parts is None else parts
 
@@ -220,6 +219,7 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 def _read_mapped(state: Any, into: Any) -> Any:
     """Return a state in memory from a memory-mapped one: this rank's pieces, and other tensors whole."""
     pieces: list[torch.Tensor] = []
+    state = rebuilt(state, lambda part, path: _with_tied_names(part, _at(into, path)))
 
     def filled(leaf: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf is (mapped := _at(state, path)):

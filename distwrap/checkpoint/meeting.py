@@ -33,7 +33,7 @@ TOGETHER = (
     "All ranks together save what a strategy divides, a folder of parts, and run_state(): let every rank call save(), "
     "without a condition such as 'if rank() == 0'."
 )
-ASK_SECONDS = 0.5  # until a rank that waits first asks another one where it is; each time twice as many
+ASK_SECONDS = 0.5  # until a rank that waits asks another one where it is; after some seconds each time twice as many
 _LONGEST = 8.0
 STUCK_SECONDS = 4.0  # for which all missing ranks must have waited for others, in which nothing is on its way any more
 _AHEAD_SECONDS = 1.0  # likewise, where one of them has begun more exchanges than this rank
@@ -135,6 +135,19 @@ class SaveMeetings(RunPart):
         )
 
     def _wait_for_all(self, key: str, target: int, what: str, way_out: str, asked: Iterator[int]) -> None:
+        """Wait as long as it takes, while the others can come."""
+        channel = self._world.channel
+        if channel is not None:
+            channel.stalls.excuse(True)
+            channel.work.worker = 0 if self._rank else -1  # for the notice of a wait
+        try:
+            self._wait(key, target, what, way_out, asked)
+        finally:
+            if channel is not None:
+                channel.stalls.excuse(False)
+                channel.work.worker = -1
+
+    def _wait(self, key: str, target: int, what: str, way_out: str, asked: Iterator[int]) -> None:
         store, pause, patience, waited = self._store(), pause_between_looks(self._ranks), ASK_SECONDS, 0.0
         while not wait_until(lambda: count(store, f"distwrap/{key}") >= target, patience, pause):
             waited += patience
@@ -144,7 +157,7 @@ class SaveMeetings(RunPart):
                 raise CheckpointError(f"rank {self._rank} is in {what}, and not all ranks came. {way_out}")
             elif waited == ASK_SECONDS:
                 print_notice(f"rank {self._rank} waits for the others in {what}. {way_out}")
-            patience = min(2 * patience, _LONGEST)
+            patience = ASK_SECONDS if waited < _LONGEST else min(2 * patience, _LONGEST)
 
     def _check(self, rank: int, what: str, way_out: str) -> None:
         """Raise if another rank has not come, and will not; one that computes may still come."""

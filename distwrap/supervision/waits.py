@@ -30,7 +30,7 @@ _LOOPS = {
     (os.path.join(OURS, *path), name)
     for path, name in (
         (("supervision", "shared_work.py"), "_wait"),
-        (("checkpoint", "meeting.py"), "_wait_for_all"),
+        (("checkpoint", "meeting.py"), "_wait"),
         (("strategies", "alignment.py"), "_wait_for_all"),
         (("strategies", "fsdp", "unison.py"), "_compare"),
     )

@@ -40,7 +40,7 @@ ROWS = {
     "modules": Row(1850 - 190, 2563, 2145, ("",)),  # falls with part 3
     "protocols": Row(190, 148, 181, ("protocols.py",)),
     "_internals": Row(650, 1227, 1264, ("_internals/",)),  # part 1
-    "checkpoint": Row(1200, 2018, 1956, ("checkpoint/",)),  # part 3
+    "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1084, 940, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
     "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
