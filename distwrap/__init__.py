@@ -87,7 +87,7 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
         yet.
     run_state: Return an object with the state of the run: all random numbers, the seed, and the gradient scaler of
         fp16.
-    save: Write a checkpoint on rank 0, completely or not at all.
+    save: Together on all ranks, write a checkpoint, completely or not at all.
     scale_loss: Turn a sum over tokens or samples into the loss whose gradient is that of the mean over those of all
         ranks.
     seed_everything: Seed torch (all devices), `random` and numpy with the same seed on every rank, and remember it for
@@ -105,7 +105,7 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
     trace: Trace some steps of the loop within a ``with``, on all ranks, each into a file of its own.
     unscale: Undo the scaling of an optimizer's gradients under fp16, to read or change them before `optimizer_step`.
     unwrap_model: Return the user's model out of any nesting of distwrap, DDP, DataParallel and torch.compile.
-    wait_for_saves: Wait until everything that ``save(background=True)`` writes is on disk; every rank must call it.
+    wait_for_saves: Together on all ranks, wait until everything that ``save(background=True)`` writes is on disk.
     where: Print on standard error the line in which each rank is: in a debugger, or anywhere in the loop.
     world_size: Return the number of processes, 1 in a single process.
     wrap_model: Prepare a model for distributed training; in a single process on the CPU in float32 it only gets a thin

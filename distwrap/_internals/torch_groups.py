@@ -16,7 +16,7 @@ def default_store() -> Store | None:
     """Return the store in which the ranks of the process group met, or ``None`` if torch does not tell.
 
     Relies on ``torch.distributed.distributed_c10d:_get_default_store``.
-    Without it: `save` is a collective in a group that the user made, and rank 0 must not call it alone there.
+    Without it: in a group that the user made nobody notices that a rank saves alone without the word.
     """
     found = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if found is None else found()

@@ -7,9 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from distwrap.checkpoint.on_ranks import UNTOUCHED, problem_in_words
 from distwrap.checkpoint.plain import Staging
-from distwrap.errors import CheckpointError
 from distwrap.group.world import RunPart, World
 from distwrap.simulated import simulation
 
@@ -22,13 +20,12 @@ class Writer(RunPart):
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def write(self, state: Any, write: Callable[[Any], None], what: str, *, tells: bool = True) -> None:
+    def write(self, state: Any, write: Callable[[Any], None], *, tells: bool = True) -> None:
         """Copy a plain state, and write the copy in the background when the previous one is written.
 
         Args:
             state: plain values.
             write: writes the copy.
-            what: a description of the checkpoint, for the error.
             tells: whether this rank raises a failure; if all ranks write a state, only rank 0 does.
 
         Raises:
@@ -41,7 +38,7 @@ class Writer(RunPart):
             try:
                 write(copy)
             except Exception as error:  # noqa: BLE001 - raised where somebody waits
-                self._error = _explained(error, what) if tells else None
+                self._error = error if tells else None
 
         if simulation() is not None:
             work()
@@ -81,11 +78,3 @@ class Writer(RunPart):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exit handler cannot change the exit code otherwise
-
-
-def _explained(error: Exception, what: str) -> CheckpointError:
-    """Return the failure of a checkpoint in the background, in words that name it."""
-    told = CheckpointError(f"{what} was not written in the background: {problem_in_words(error)}{UNTOUCHED}")
-    told.is_secondary = isinstance(error, CheckpointError) and error.is_secondary
-    told.__cause__ = error
-    return told

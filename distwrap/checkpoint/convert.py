@@ -54,15 +54,13 @@ class Stored:
         is_folder = is_folder_of(io, path)
         place = files.place_of(path, folder=io.collective or is_folder)
         if io.collective:
-            files.write_folder(
-                place,
-                lambda temporary: io.save(self.state, temporary, self._whole),
-                lambda: io.check_replaceable(place),
-            )
+            io.check_replaceable(place)
+            files.write_atomically(place, lambda temporary: io.save(self.state, temporary, self._whole), folder=True)
         elif isinstance(io, FileIO) and not self._fetch:
             files.write_atomically(place, lambda temporary: io.save(self.state, temporary))
         elif is_folder:
-            files.write_folder(place, lambda temporary: self._stream(io, temporary), lambda: check_replaceable(place))
+            check_replaceable(place)
+            files.write_atomically(place, lambda temporary: self._stream(io, temporary), folder=True)
         else:
             files.write_atomically(place, lambda temporary: self._stream(io, temporary))
 

@@ -1,5 +1,7 @@
 """Write files and folders that take their name in one step, when they are safely on disk."""
 
+import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -10,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from distwrap.environments.identity import pid_exists
 from distwrap.errors import CheckpointError
 from distwrap.wording import as_size, first_line
 
 SKELETON = "skeleton.pt"  # in a sharded checkpoint: all but the tensors' numbers
 _SWEEP_SECONDS = 60.0
+_OF_HOST = f".{socket.gethostname()}."
 _LITTLE = 2**20  # bytes, of a disk that is full
 
 
@@ -38,7 +40,7 @@ def place_of(path: Path, *, folder: bool = False) -> Path:
             raise CheckpointError(
                 f"{path} exists and is a {is_there}, and this checkpoint would be a {comes}: give another name"
             )
-    place = Path(os.path.realpath(path)) if path.is_symlink() else path
+    place = Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()  # the program may change its folder
     if not place.parent.is_dir():
         raise CheckpointError(
             f"there is no folder {place.parent}. Make it before, by os.makedirs({str(place.parent)!r}, exist_ok=True)"
@@ -66,77 +68,109 @@ def full_disk_told(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, write: Callable[[Path], None], before: Callable[[], None] = lambda: None) -> None:
-    """Write a file beside `path`, sync it to disk, and rename it to `path`.
+class Unfinished:
+    """File or folder beside `path` that is written under another name, and takes its name in one step.
+
+    It is locked as long as it is written, so that no other process takes it for one that a killed process has left.
+
+    Args:
+        path: the name that it takes.
+        folder: whether it is a folder.
+
+    Attributes:
+        path: the name that it takes.
+        temporary: the empty file or folder to write to.
+        has_name: whether it has taken its name.
+    """
+
+    def __init__(self, path: Path, *, folder: bool = False) -> None:
+        self._lock: int | None = None
+        _sweep(path.parent)
+        self.path, self.temporary, self.has_name, self._is_folder = path, temporary_name(path), False, folder
+        if folder:
+            self.temporary.mkdir()
+        else:
+            self.temporary.touch(0o600 if path.exists() else 0o666, exist_ok=False)
+        self._lock = _locked(self.temporary)
+
+    def put(self, before: Callable[[], None] = lambda: None) -> None:
+        """Sync what was written to disk, and give it its name.
+
+        Args:
+            before: called when the new file is safe, before it is renamed.
+        """
+        with full_disk_told(self.path.parent):
+            for file in self.temporary.rglob("*") if self._is_folder else ():
+                _sync(file)
+            _sync(self.temporary)
+        with suppress(FileNotFoundError):
+            if not self._is_folder:
+                os.chmod(self.temporary, stat.S_IMODE(self.path.stat().st_mode))
+        before()
+        if self._is_folder:
+            self._replace_folder()
+        else:
+            os.replace(self.temporary, self.path)
+        self.has_name = True
+        self._unlock()
+        _sync(self.path.parent)  # the new name itself must survive a power cut
+
+    def discard(self) -> None:
+        """Remove what was written, which may fill the disk, unless it has its name."""
+        if not self.has_name:
+            _remove(self.temporary)
+        self._unlock()
+
+    def _replace_folder(self) -> None:
+        """Rename the folder; an older one is kept as `_previous` until then."""
+        previous = _previous(self.path)
+        if self.path.exists():
+            shutil.rmtree(previous, ignore_errors=True)
+            os.rename(self.path, previous)
+        try:
+            os.rename(self.temporary, self.path)
+        except BaseException:
+            with suppress(OSError):
+                os.rename(previous, self.path)
+            raise
+        _sync(self.path.parent)
+        shutil.rmtree(previous, ignore_errors=True)
+
+    def __del__(self) -> None:
+        self._unlock()  # of a simulated rank that was killed
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # for processes too that were forked meanwhile
+            os.close(self._lock)
+        self._lock = None
+
+
+def write_atomically(
+    path: Path, write: Callable[[Path], None], before: Callable[[], None] = lambda: None, *, folder: bool = False
+) -> None:
+    """Write a file or folder beside `path`, sync it to disk, and rename it to `path`.
 
     Whatever happens, the path holds either its old content or all of the new.
 
     Args:
-        path: the file.
-        write: takes the name of an empty file, and writes to it.
+        path: the file or folder.
+        write: takes the name of an empty file or folder, and writes to it.
         before: called when the new file is complete, before it is renamed.
+        folder: whether it is a folder.
     """
-    _sweep(path.parent)
-    temporary = temporary_name(path)
-    temporary.touch(0o600 if path.exists() else 0o666, exist_ok=False)
+    unfinished = Unfinished(path, folder=folder)
     try:
         with full_disk_told(path.parent):
-            write(temporary)
-            _sync(temporary)
-        with suppress(FileNotFoundError):
-            os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
-        before()
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)  # the new name itself must survive a power cut
-
-
-def write_folder(path: Path, write: Callable[[Path], None], check: Callable[[], None]) -> None:
-    """Write a folder beside `path`, sync it to disk, and rename it to `path`, as `write_atomically` does.
-
-    Args:
-        path: the folder.
-        write: takes the name of an empty folder, and writes into it.
-        check: raises an error if the folder that has the name now must not be replaced.
-    """
-    check()
-    temporary = new_folder(path)
-    try:
-        with full_disk_told(path.parent):
-            write(temporary)
-            put_folder(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def new_folder(path: Path) -> Path:
-    """Make a folder beside `path` for this process alone, and return it."""
-    _sweep(path.parent)
-    temporary = temporary_name(path)
-    temporary.mkdir()
-    return temporary
+            write(unfinished.temporary)
+        unfinished.put(before)
+    finally:
+        unfinished.discard()
 
 
 def temporary_name(path: Path) -> Path:
-    """Return an unused name beside `path`; files with such names are removed when their process is gone."""
-    return path.parent / f".{path.name}{_owner(os.getpid())}{secrets.token_hex(4)}.tmp"
-
-
-def put_folder(temporary: Path, path: Path) -> None:
-    """Rename a complete folder to `path`; an older folder is kept as `_previous` until then."""
-    for file in temporary.rglob("*"):
-        _sync(file)
-    _sync(temporary)
-    previous = _previous(path)
-    if path.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        os.rename(path, previous)
-    os.rename(temporary, path)
-    _sync(path.parent)
-    shutil.rmtree(previous, ignore_errors=True)
+    """Return an unused name beside `path`; files with such names are removed when nobody holds their lock."""
+    return path.parent / f".{path.name}{_OF_HOST}{secrets.token_hex(4)}.tmp"
 
 
 def _previous(path: Path) -> Path:
@@ -172,17 +206,47 @@ def refuse_target(source: Path, target: Path, *, force: bool) -> None:
         raise CheckpointError(f"{target} exists already: give another name, or --force to replace it.")
 
 
-def _owner(pid: object) -> str:
-    return f".{socket.gethostname()}.{pid}."
+def _locked(path: Path) -> int | None:
+    """Return an open file or folder whose lock this process holds; ``None`` if another one does, or none can be had.
+
+    Processes are told apart by locks, and not by their numbers, which mean others in another container.
+    """
+    handle = -1
+    try:
+        handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # as a network's file system needs it
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if handle >= 0:
+            os.close(handle)
+        return None
+    return handle
 
 
 def _sweep(folder: Path) -> None:
-    """Remove temporary files and folders of killed processes of this node."""
-    for left in folder.glob(f".*{_owner('*')}*.tmp"):
-        pid = left.name.split(".")[-3]
+    """Remove temporary files and folders of this host that are not written any more."""
+    for left in folder.glob(f".*{glob.escape(_OF_HOST)}*.tmp"):
         with suppress(OSError):
-            if pid.isdigit() and not pid_exists(int(pid)) and time.time() - left.stat().st_mtime > _SWEEP_SECONDS:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if time.time() - left.lstat().st_ctime > _SWEEP_SECONDS and (lock := _locked(left)) is not None:
+                _remove(left)
+                os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def copy_of(path: Path) -> Path:
+    """Return another name of a file, or a copy of it on a file system that has no such names."""
+    temporary = temporary_name(path)
+    try:
+        os.link(path, temporary)
+    except OSError:
+        shutil.copy2(path, temporary)
+        _sync(temporary)
+    return temporary
 
 
 def _sync(path: Path) -> None:

@@ -121,6 +121,7 @@ def load_into(into: Any, state: Any, where: str = "", *, strict: bool = True) ->
         CheckpointError: the state of an object is missing; the message names its position.
     """
     strategy, target = bound_strategy(into), into
+    state = _with_tied_names(state, into)
     if strategy is not None:
         with nullcontext() if strict else _other_names_allowed(into, where):
             strategy.load_state(into, state)
@@ -145,6 +146,22 @@ def load_into(into: Any, state: Any, where: str = "", *, strict: bool = True) ->
             raise CheckpointError(f"the checkpoint's state{where} is not a list of {len(into)} entries.")
         for index, item in enumerate(into):
             load_into(item, state[index], f"{where}[{index}]", strict=strict)
+
+
+def _with_tied_names(state: Any, into: Any) -> Any:
+    """Return a model's state with all names of a tied parameter, of which Hugging Face's files have one."""
+    if not isinstance(into, torch.nn.Module) or not isinstance(state, dict):
+        return state
+    model, names = unwrap_model(into), dict[int, str]()
+    named = list(model.named_parameters(remove_duplicate=False))
+    if len({id(parameter) for _, parameter in named}) == len(named):
+        return state
+    state = strip_module_prefix(state, target=model)
+    for name, parameter in named:
+        if name in state:
+            names.setdefault(id(parameter), name)
+    missing = {name: names[id(each)] for name, each in named if name not in state and id(each) in names}
+    return {**state, **{name: state[twin] for name, twin in missing.items()}} if missing else state
 
 
 @contextmanager
@@ -202,6 +219,7 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 def _read_mapped(state: Any, into: Any) -> Any:
     """Return a state in memory from a memory-mapped one: this rank's pieces, and other tensors whole."""
     pieces: list[torch.Tensor] = []
+    state = rebuilt(state, lambda part, path: _with_tied_names(part, _at(into, path)))
 
     def filled(leaf: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf is (mapped := _at(state, path)):

@@ -9,7 +9,8 @@ import torch
 
 from distwrap.checkpoint import files
 from distwrap.checkpoint.formats import FileIO
-from distwrap.checkpoint.safetensors_format import SUFFIX, SafetensorsIO, safetensors
+from distwrap.checkpoint.safetensors_format import SUFFIX, SafetensorsIO
+from distwrap.checkpoint.streaming import safetensors
 from distwrap.checkpoint.untrusted import check_regular, load_file
 from distwrap.errors import CheckpointError
 from distwrap.model.state_dict import strip_module_prefix

@@ -14,7 +14,7 @@ import torch
 from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.formats import choose
 from distwrap.checkpoint.loading import load_into, read, sent
-from distwrap.checkpoint.on_ranks import first_problem
+from distwrap.checkpoint.meeting import first_problem
 from distwrap.checkpoint.saving import format_of
 from distwrap.comm.weights import WeightExchanges
 from distwrap.devices.kinds import kind_of

@@ -45,9 +45,7 @@ def keep_predecessors(path: Path, keep: int | None) -> None:
     for number in range(keep - 1, 0, -1):
         older = path if number == 1 else _numbered(path, number - 1)
         if older.exists():
-            temporary = files.temporary_name(path)
-            os.link(older, temporary)  # the name always has a file
-            os.replace(temporary, _numbered(path, number))
+            os.replace(files.copy_of(older), _numbered(path, number))  # the name always has a file
 
 
 def prune(path: Path, keep: int | None) -> None:

@@ -23,7 +23,6 @@ from torch.futures import Future
 
 from distwrap._internals.python import PATH_MODULES, unpickler
 from distwrap._internals.torch import LAYOUT_FUNCTION
-from distwrap.checkpoint.pickles import check_pickle
 from distwrap.checkpoint.pieces import part_of
 from distwrap.checkpoint.untrusted import check_regular, load_tensor, load_value
 from distwrap.errors import CheckpointError
@@ -52,8 +51,6 @@ class SafeReader(FileSystemReader):
         super().__init__(path)
         self._folder = path
         table = io.BytesIO(self._inside(".metadata").read_bytes())
-        check_pickle(table, path / ".metadata")
-        table.seek(0)
         self._contents = _Contents(table).load()
         if type(self._contents) is not Metadata:
             raise CheckpointError(f"cannot load {path}: its .metadata is not a checkpoint's table of contents.")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from distwrap.checkpoint.pieces import Later
-from distwrap.checkpoint.streaming import INDEX, SINGLE, write_folder, write_safetensors
+from distwrap.checkpoint.streaming import INDEX, SINGLE, safetensors, write_folder, write_safetensors
 from distwrap.checkpoint.untrusted import check_regular
 from distwrap.errors import CheckpointError, OptionError
 
@@ -103,19 +103,6 @@ def check_replaceable(path: Path) -> None:
     for file in path.iterdir() if path.is_dir() else ():
         if not re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX), file.name):
             raise CheckpointError(f"{path} holds {file.name}, which would be lost with it: give another name")
-
-
-def safetensors() -> Any:
-    """Import and return ``safetensors.torch``.
-
-    Raises:
-        CheckpointError: it is not installed.
-    """
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise CheckpointError("a .safetensors file needs the safetensors package: pip install safetensors") from error
-    return safetensors.torch
 
 
 def _files(path: Path) -> dict[Path, list[str] | None]:

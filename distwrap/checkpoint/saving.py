@@ -8,12 +8,13 @@ from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO, Streamed, choose
 from distwrap.checkpoint.loading import any_divided, load_into, read
-from distwrap.checkpoint.meeting import SaveMeetings
-from distwrap.checkpoint.on_ranks import do_on_ranks
+from distwrap.checkpoint.meeting import ALONE, TOGETHER, SaveMeetings, failure
 from distwrap.checkpoint.pieces import in_pieces, leaves
 from distwrap.checkpoint.safetensors_format import is_folder_of
-from distwrap.checkpoint.writing import write_file, write_parts
-from distwrap.errors import OptionError
+from distwrap.checkpoint.writing import Save
+from distwrap.errors import CheckpointError, OptionError
+from distwrap.group.collective_guard import CollectiveGuard, check_collectives_allowed
+from distwrap.group.failures import is_secondary
 from distwrap.group.world import current_world
 from distwrap.model.drift import Drift
 from distwrap.model.wrapped_models import bound_strategy
@@ -29,15 +30,15 @@ def save(
     keep: int | None = None,
     background: bool = False,
     io: str | CheckpointIO = "auto",
+    alone: bool = False,
 ) -> None:
-    """Write a checkpoint on rank 0, completely or not at all.
+    """Together on all ranks, write a checkpoint, completely or not at all.
 
-    If every rank calls, all of them wait until the file is written, and all get an error if that failed. Rank 0 may
-    also call alone. The two cases are told apart by the line of the call: let all ranks call from one line, and rank 0
-    alone from another one, or under `rank_zero_only`. A model that a strategy divides must be saved by all ranks: its
-    tensors come to rank 0 one at a time, so that no rank holds all of it. Models, optimizers, schedulers, loaders,
-    `run_state` and any other object with a ``state_dict`` may stand anywhere in `state`; their state dicts are written
-    without a wrapper's prefix.
+    Every rank calls. Rank 0 writes, all of them wait until the file is written, and all get an error if that failed.
+    One rank saves by itself with ``alone=True``, as under ``if rank() == 0``, or within `rank_zero_only`. The tensors
+    of a divided model come to rank 0 one at a time, so that no rank holds all of it. Models, optimizers,
+    schedulers, loaders, `run_state` and any other object with a ``state_dict`` may stand anywhere in `state`; their
+    state dicts are written without a wrapper's prefix.
 
     Args:
         state: tensors, numbers, strings and objects with a ``state_dict``, in dicts, lists and tuples.
@@ -55,11 +56,13 @@ def save(
         io: ``"file"`` (torch's own format), ``"safetensors"`` (the default for that suffix; for a model alone; an
             extra; under another suffix a folder, as Hugging Face keeps large models), ``"sharded"`` (a folder to which
             every rank writes its part, by torch's distributed checkpoint), or a `CheckpointIO`.
+        alone: this rank writes by itself, and no other one need call. Not for what all ranks put together: an object
+            that a strategy divides, `run_state`, a folder of parts.
 
     Raises:
-        CheckpointError: the checkpoint could not be written; or `state` holds something that the safe loader would
-            refuse, which the message names; or the path is a device, or differs between ranks. Raised on every rank
-            that calls.
+        CheckpointError: the checkpoint could not be written; or another rank does not come; or `state` holds something
+            that the safe loader would refuse, which the message names; or the path is a device, or differs between
+            ranks. Raised on every rank that calls.
         OptionError: `keep` is wrong, or is given for a folder without a number; or a format of your own cannot be
             written in the background.
 
@@ -89,23 +92,46 @@ def save(
             f"save(background=True): all ranks write a {type(chosen).__name__} together, and cannot train "
             "meanwhile. Leave background out."
         )
+    alone = _is_alone(alone)
     with current_world().part(Activity).part(Part.CHECKPOINT):
+        differs, way_out = "", ALONE
         if chosen.collective or _needs_all_ranks(state):
-            current_world().part(SaveMeetings).meet(path)
-        state = _with_collective_states(state, chosen)
-        if chosen.collective:
-            write_parts(state, path, keep, chosen, background=background)
-        else:
-            write_file(state, path, keep, chosen, background=background)
+            check_collectives_allowed("save() of what all ranks hold together")
+            if alone:
+                raise CheckpointError(
+                    f"rank {current_world().placement.rank} called save(alone=True) for {path}, which one rank cannot "
+                    f"write. {TOGETHER}"
+                )
+            way_out = TOGETHER
+        if not alone:
+            differs = current_world().part(SaveMeetings).meet(f"save {path}", way_out)
+            state = _with_collective_states(state, chosen)
+        Save(state, path, keep, chosen, alone=alone).run(differs=differs, background=background)
 
 
-def wait_for_saves() -> None:
-    """Wait until everything that ``save(background=True)`` writes is on disk; every rank must call it.
+def wait_for_saves(*, alone: bool = False) -> None:
+    """Together on all ranks, wait until everything that ``save(background=True)`` writes is on disk.
+
+    Args:
+        alone: this rank waits by itself for what it has saved alone; so it does within `rank_zero_only`.
 
     Raises:
         CheckpointError: a checkpoint could not be written; raised on every rank.
     """
-    do_on_ranks(current_world().part(Writer).wait, "a checkpoint written in the background", "wait for saves")
+    what, problem, cause = "wait for saves", ("", False), None
+    meetings, writer = current_world().part(SaveMeetings), current_world().part(Writer)
+    if _is_alone(alone):
+        writer.wait()
+        return
+    differs = meetings.meet(what)
+    try:
+        writer.wait()
+        problem = (differs, False)
+    except CheckpointError as error:
+        cause, problem = error, (str(error), is_secondary(error))
+    first, follows, _ = meetings.agree(what, problem)
+    if first:
+        raise failure(first, follows) from cause
 
 
 def load(
@@ -156,6 +182,11 @@ def format_of(io: str | CheckpointIO) -> str | CheckpointIO:
     """Return the format, or that of the strategy if the call leaves it open."""
     strategy = current_world().options.strategy
     return io if io != "auto" or isinstance(strategy, str) else strategy.checkpoint_io()
+
+
+def _is_alone(alone: bool) -> bool:
+    """Return whether this rank does something by itself: it says so, or is within a function that others do not run."""
+    return alone or bool(current_world().part(CollectiveGuard).function)
 
 
 def _needs_all_ranks(state: Any) -> bool:

@@ -3,18 +3,20 @@
 A file is written with space for the numbers, which are filled in as they come.
 
 Source: https://docs.pytorch.org/docs/stable/notes/serialization.html#torch.serialization.skip_data
-Source: https://huggingface.co/docs/safetensors#format
+Source: https://huggingface.co/docs/safetensors#format (where the numbers begin)
 """
 
 import json
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from struct import unpack
 from typing import IO, Any
 
 import torch
 
 from distwrap.checkpoint.pieces import Later, leaves
-from distwrap.checkpoint.untrusted import begin_of_numbers, load_file
+from distwrap.checkpoint.untrusted import load_file
 from distwrap.errors import CheckpointError
 from distwrap.group.tensors_apart import as_bytes, is_dense
 from distwrap.nesting import rebuilt
@@ -22,24 +24,6 @@ from distwrap.nesting import rebuilt
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _BUFFER = 2**22  # bytes
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-}
 
 
 def write_torch(state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
@@ -55,7 +39,7 @@ def write_torch(state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
     """
     with torch.serialization.skip_data():
         torch.save(rebuilt(state, _with_room), path)
-    begin = begin_of_numbers(path)
+    begin = _begin_of_numbers(path)
     there = [leaf.untyped_storage() for leaf in leaves(load_file(path, "cpu", mapped=True), torch.Tensor)]
     base = min((storage.data_ptr() for storage in there if storage.nbytes()), default=0)
     with open(path, "r+b") as file:
@@ -76,22 +60,27 @@ def write_safetensors(
         wholes: the tensors to come, in order.
         metadata: strings to store beside the tensors.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name in sorted(state, key=lambda name: -state[name].dtype.itemsize):  # aligns each tensor to its type
-        leaf = state[name]
-        if leaf.dtype not in _TYPES:
-            raise CheckpointError(f"a .safetensors file holds no {leaf.dtype}, as {name!r} is; save to a .pt file")
-        begin, end = end, end + leaf.nbytes
-        header[name] = {"dtype": _TYPES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    safetensors().save_file({name: _with_room(leaf, (name,)) for name, leaf in state.items()}, path, dict(metadata))
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
         for name, leaf in state.items():
-            file.seek(8 + len(text) + header[name]["data_offsets"][0])
-            _write(file, next(wholes) if isinstance(leaf, Later) else leaf)
-        file.truncate(8 + len(text) + end)
+            if isinstance(leaf, Later):
+                file.seek(8 + length + header[name]["data_offsets"][0])
+                _write(file, next(wholes))
+
+
+def safetensors() -> Any:
+    """Import and return ``safetensors.torch``.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CheckpointError("a .safetensors file needs the safetensors package: pip install safetensors") from error
+    return safetensors.torch
 
 
 def write_folder(
@@ -150,6 +139,17 @@ def _with_room(leaf: Any, path: tuple[Any, ...]) -> Any:
             "file with a divided model; save it to a file of its own"
         )
     return leaf
+
+
+def _begin_of_numbers(path: Path) -> int:
+    """Return where the first numbers begin in a file of ``torch.save``; 0 if it has none."""
+    begins: list[int] = []
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for entry in archive.infolist():
+            if "/data/" in entry.filename and entry.file_size:
+                file.seek(entry.header_offset + 26)
+                begins.append(entry.header_offset + 30 + sum(unpack("<HH", file.read(4))))
+    return min(begins, default=0)
 
 
 def _all_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,189 +1,203 @@
-"""Write a checkpoint, now or in the background: by rank 0 alone, or each rank its part."""
+"""Write a checkpoint, now or in the background: by one rank, or each rank its part."""
 
 import os
-import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO
-from distwrap.checkpoint.on_ranks import do_on_ranks, first_problem
+from distwrap.checkpoint.meeting import SaveMeetings, failure, first_problem, problem_of
 from distwrap.checkpoint.pieces import Gathering, Piece, PieceGroup, leaves
 from distwrap.checkpoint.plain import on_cpu, plain
 from distwrap.checkpoint.safetensors_format import check_replaceable, is_folder_of
 from distwrap.errors import CheckpointError
-from distwrap.group.collective_guard import check_collectives_allowed
-from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 from distwrap.nesting import rebuilt
 
 
-def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
-    """Write a checkpoint on rank 0, to which the other ranks send their pieces of divided tensors.
+class Save:
+    """One save: `prepare`, `write` and `commit`, after each of which the ranks that work together agree.
 
     Args:
-        state: the state of each rank, with a `Piece` for each divided tensor.
-        path: the file.
+        state: the state of each rank, with a `Piece`, or in a format of parts a ``DTensor``, for each divided tensor.
+        path: the file or folder.
         keep: the number of checkpoints to keep.
-        io: the format.
-        background: copy the state, and write in the background.
+        io: the format; in the background, if all ranks write, one that has `over`.
+        alone: this rank saves by itself.
     """
-    what, name, placement = f"the checkpoint {path}", f"save {path}", current_world().placement
-    writer, here = current_world().part(Writer), placement.rank == 0
-    pieces = leaves(state, Piece)
-    if not pieces:
-        do_on_ranks(lambda: _write_alone(state, path, keep, io, background=background), what, name)
-        return
-    gathering, everybody = Gathering(pieces), range(placement.world_size)
-    own: list[Any] = [pieces]
 
-    def prepare() -> None:
-        writer.wait()
-        if here:
-            own[:] = [on_cpu(_plain(state)), files.place_of(path, folder=is_folder_of(io, path))]
+    def __init__(self, state: Any, path: Path, keep: int | None, io: CheckpointIO, *, alone: bool) -> None:
+        self._state, self._path, self._keep, self._io, self._alone = state, path, keep, io, alone
+        self._what, self._name = f"the checkpoint {path}", f"save {path}"
+        self._rank = current_world().placement.rank
+        self._here = alone or self._rank == 0  # this rank gives the file its name
+        self._pieces: list[Piece] = [] if io.collective else leaves(state, Piece)
+        self._all_work = io.collective or bool(self._pieces)
+        self._gathering = Gathering(self._pieces) if self._pieces else None
+        self._unfinished: files.Unfinished | None = None
+        self._temporary = Path()
+        self._group: PieceGroup | None = None
 
-    def write(state: Any) -> None:
-        group, wholes, ends = current_world().part(PieceGroup), gathering.run(leaves(state, Piece)), ExitStack()
+    def run(self, *, differs: str, background: bool) -> None:
+        """Save, or copy the state and write in the background.
 
-        def end() -> None:
-            """Receive all remaining tensors, also if the writing failed, and raise what a rank could not send."""
-            failed = None
-            try:
-                for _ in wholes:
-                    pass
-            except Exception as error:  # noqa: BLE001 - every rank raises it
-                failed = error
-            if (problem := first_problem(failed, group.gather_text)) is not None:
-                raise problem from failed
+        Args:
+            differs: how this rank's save differs from that of rank 0, if it does.
+            background: whether to write in the background.
+        """
+        told = self._step(lambda: self._prepare(differs), by_all=True)
+        if self._io.collective:
+            self._temporary = self._place().parent / told
+            self._step(self._check_room, by_all=True)
+        if background:
+            self._step(self._copy, by_all=self._all_work)
+        elif self._all_work:
+            self._step(lambda: self._write(self._state, self._io), by_all=True)
+            self._step(self._commit, by_all=False)
+        else:
+            self._step(self._write_and_commit, by_all=False)
 
-        def stream(temporary: Path) -> None:
-            io.stream(state, temporary, wholes)  # type: ignore[attr-defined]
-            ends.pop_all()
-            end()  # before the file is renamed
+    def _place(self) -> Path:
+        return Path(os.path.realpath(self._path))
 
-        with ends:
-            ends.callback(end)
-            if here:
-                _put(own[1], keep, io, stream)
+    def _prepare(self, differs: str) -> None:
+        """Wait for the save before, make room for this one, and take the state as it is now."""
+        if differs:
+            raise CheckpointError(differs)
+        current_world().part(Writer).wait()  # an earlier state must not replace a later one
+        is_folder = self._io.collective or is_folder_of(self._io, self._path)
+        if self._here:
+            place = files.place_of(self._path, folder=is_folder)
+            if hasattr(self._io, "check_replaceable"):
+                self._io.check_replaceable(place)
+            elif is_folder and not self._io.collective:
+                check_replaceable(place)
+            self._unfinished = files.Unfinished(self._place() if self._io.collective else place, folder=is_folder)
+            self._temporary = self._unfinished.temporary
+        if self._io.collective:
+            self._state = plain(self._state)
+        elif self._here:
+            self._state = rebuilt(plain(self._state), _refuse_piece)
+        else:
+            self._state = self._pieces
 
-    do_on_ranks(prepare, what, f"{name} state", everybody)  # no rank sends if rank 0 cannot write
-    if background:
-        do_on_ranks(lambda: writer.write(own[0], write, what, tells=here), what, f"{name} copy", everybody)
-    else:
-        do_on_ranks(lambda: write(own[0]), what, name, everybody)
-
-
-def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
-    """Write a checkpoint to a folder, each rank its part.
-
-    Args:
-        state: the state of each rank, with a ``DTensor`` for each divided tensor.
-        path: the folder.
-        keep: the number of checkpoints to keep.
-        io: the format; in the background one that has `over`.
-        background: copy the state, and write in the background.
-    """
-    check_collectives_allowed("save() of a sharded checkpoint")
-    what, name, placement = f"the checkpoint {path}", f"save {path}", current_world().placement
-    writer, everybody = current_world().part(Writer), range(placement.world_size)
-    here, made = placement.rank == 0, [""]
-    plain_state: list[Any] = []
-    place = Path(os.path.realpath(path))
-
-    def make_room() -> None:
-        writer.wait()
-        files.place_of(path, folder=True)
-        if hasattr(io, "check_replaceable"):
-            io.check_replaceable(place)
-        made[0] = files.new_folder(place).name
-
-    def prepare() -> None:
-        if not temporary.is_dir():
+    def _check_room(self) -> None:
+        if not self._temporary.is_dir():
             raise CheckpointError(
-                f"rank 0 has made a folder in {place.parent}, and {socket.gethostname()} does not see it. A "
+                f"rank 0 has made a folder in {self._temporary.parent}, and {socket.gethostname()} does not see it. A "
                 "checkpoint to which all ranks write must be on a disk that all nodes see"
             )
-        plain_state.append(plain(state))
 
-    def write_part() -> None:
-        with files.full_disk_told(place.parent):
-            io.save(plain_state[0], temporary)
+    def _copy(self) -> None:
+        """Copy the state, and begin to write it in the background."""
+        if self._all_work:  # made by all ranks, and found here: a rank that fails has left its world
+            self._group = current_world().part(PieceGroup)
+        if self._here or self._all_work:
+            current_world().part(Writer).write(self._state, self._write_later, tells=self._here)
 
-    def finish() -> None:
-        files.put_folder(temporary, place)
-        retention.prune(place, keep)
-
-    def write(state: Any) -> None:
-        group, failed = current_world().part(PieceGroup), None
-        try:
-            with files.full_disk_told(place.parent):
-                io.over(group.group).save(state, temporary)  # type: ignore[attr-defined]
-        except Exception as error:  # noqa: BLE001 - rank 0 raises it
-            failed = error
-        problem = first_problem(failed, group.gather_text)
-        with _gone_if_failed(temporary, here):
-            if problem is not None:
-                raise problem from failed
-            if here:
-                finish()
-
-    do_on_ranks(make_room, what, name)
-    temporary = place.parent / gather_object(made[0])[0]
-    with _gone_if_failed(temporary, here):
-        # The writing may be a collective, so all ranks prepare first.
-        do_on_ranks(prepare, what, f"{name} state", everybody)
-        if background:
-            current_world().part(PieceGroup)
-
-            def copy() -> None:
-                writer.write(plain_state[0], write, what, tells=here)
-
-            do_on_ranks(copy, what, f"{name} copy", everybody)
+    def _write(self, state: Any, io: CheckpointIO) -> None:
+        """Write a state under another name: the numbers of each rank, that come to this one or are written here."""
+        if self._gathering is not None and not self._here:
+            for _ in self._gathering.run(leaves(state, Piece)):
+                pass
             return
-        do_on_ranks(write_part, what, f"{name} part", everybody)
-        do_on_ranks(finish, what, name)
+        if not self._here and not self._io.collective:
+            return
+        state = state if self._io.collective else on_cpu(state)
+        with files.full_disk_told(self._place().parent):
+            if self._gathering is None:
+                io.save(state, self._temporary)
+                return
+            wholes = self._gathering.run(leaves(state, Piece))
+            try:
+                io.stream(state, self._temporary, wholes)  # type: ignore[attr-defined]
+            finally:
+                for _ in wholes:  # so that no rank waits to send
+                    pass
 
+    def _write_and_commit(self) -> None:
+        if self._here:
+            self._write(self._state, self._io)
+            self._commit()
 
-@contextmanager
-def _gone_if_failed(temporary: Path, here: bool) -> Iterator[None]:
-    """Remove an unfinished folder, which may fill the disk, if the ``with`` raises."""
-    try:
-        yield
-    except BaseException:
-        if here:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    def _write_later(self, state: Any) -> None:
+        """Write and commit a copy in the background, where ranks agree over a group of their own."""
+        failed: Exception | None = None
+        try:
+            try:
+                self._write(state, self._io_of_background())
+            except Exception as error:  # noqa: BLE001 - every rank raises it
+                failed = error
+            if self._group is not None:
+                failed = first_problem(failed, self._group.gather_text) or failed
+            if failed is not None:
+                raise failed
+            self._commit()
+        except Exception as error:
+            what = f"{self._what}, in the background,"
+            raise failure(*problem_of(error, what, is_written=self._is_written)) from error
+        finally:
+            self._discard()
 
+    def _io_of_background(self) -> CheckpointIO:
+        over = getattr(self._io, "over", None)
+        if over is None or self._group is None or not self._io.collective:
+            return self._io
+        found: CheckpointIO = over(self._group.group)
+        return found
 
-def _write_alone(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
-    writer, place = current_world().part(Writer), files.place_of(path, folder=is_folder_of(io, path))
-    plain_state = _plain(state)
+    def _commit(self) -> None:
+        """Give the checkpoint its name, and remove older ones."""
+        if self._unfinished is None:
+            return
+        before = (lambda: None) if self._temporary.is_dir() else self._keep_predecessors
+        self._unfinished.put(before)
+        retention.prune(self._unfinished.path, self._keep)
 
-    def write(state: Any) -> None:
-        _put(place, keep, io, lambda temporary: io.save(state, temporary))
+    def _keep_predecessors(self) -> None:
+        assert self._unfinished is not None
+        retention.keep_predecessors(self._unfinished.path, self._keep)
 
-    if background:
-        writer.write(plain_state, write, f"the checkpoint {path}")
-    else:
-        writer.wait()  # an earlier state must not replace a later one
-        write(on_cpu(plain_state))
+    @property
+    def _is_written(self) -> bool:
+        return self._unfinished is not None and self._unfinished.has_name
 
+    def _discard(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished.discard()
 
-def _put(place: Path, keep: int | None, io: CheckpointIO, write: Any) -> None:
-    """Write a file or folder, as the format needs, and remove older checkpoints."""
-    if is_folder_of(io, place):
-        files.write_folder(place, write, lambda: check_replaceable(place))
-    else:
-        files.write_atomically(place, write, lambda: retention.keep_predecessors(place, keep))
-    retention.prune(place, keep)
+    def _step(self, work: Callable[[], None], *, by_all: bool) -> str:
+        """Do a part of the save, raise the first problem of any rank, and return the name of what rank 0 writes to.
 
-
-def _plain(state: Any) -> Any:
-    return rebuilt(plain(state), _refuse_piece)
+        Args:
+            work: the part.
+            by_all: whether all ranks have done a part, and not rank 0 alone.
+        """
+        cause: BaseException | None = None
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - all ranks raise it
+            cause = error
+        problem, told = problem_of(cause, self._what, is_written=self._is_written), self._temporary.name
+        meetings = current_world().part(SaveMeetings)
+        try:
+            if self._alone:
+                first, follows = problem
+            elif by_all:
+                first, follows, told = meetings.agree(self._name, problem, told)
+            else:
+                first, follows = meetings.hear(self._name, problem)
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause
+            if first:
+                raise failure(first, follows) from cause
+        except BaseException:
+            self._discard()
+            raise
+        return told
 
 
 def _refuse_piece(leaf: Any, path: tuple[Any, ...]) -> Any:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from distwrap.checkpoint.meeting import SaveMeetings
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world, say_once
@@ -136,7 +135,6 @@ def wrap_model(
             _watch_for_drift(models.last, world)
             if not same_inputs and (handle := handle_of(wrapped)) is not None:
                 world.part(SameInputs).watch(handle.routing)
-            world.part(SaveMeetings)  # tells a rank that saves alone where this one is
         elif where.type != "cpu":
             world.part(Optimizers)  # an earlier optimizer may hold parameters from before a .to()
     return cast("Model", wrapped)

@@ -87,6 +87,7 @@ class Channel:
         seconds = 0.0 if switched_on(os.environ, QUIET) else notice_seconds(os.environ)
         self.waits = WaitNotice(bells.store, placement, self.reporter, thread, seconds, timeout, bells.clock)
         self.reporter.waits = self.waits.wait
+        work.serve(f"position/{placement.rank}", self.reporter.position)
         self.on_stall: Callable[[str], None] | None = None
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 

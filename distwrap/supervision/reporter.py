@@ -55,6 +55,13 @@ class Reporter:
             what = helper  # it knows of what, as the path of a save
         return Location(what, where, self._activity.step, str(self._activity))
 
+    def position(self, request: object, waited: float) -> bytes | None:
+        """Answer one rank that asks where this one is, for what it waits, and how much it has begun."""
+        if request is None:  # this rank leaves
+            return None
+        answer = [str(self.location()), self.waits(), self._activity.begun(), collectives_begun() or 0]
+        return json.dumps(answer).encode()
+
     def look(self, rung: bool = True) -> None:
         """Answer if this rank was asked.
 

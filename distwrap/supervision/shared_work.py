@@ -163,14 +163,14 @@ class SharedWork:
     def _wait(self, keys: tuple[str, ...], worker: int) -> bytes:
         """Wait until another rank has published one of the keys, and return what."""
         self._stalls.excuse(True)
-        self.worker = worker
+        before, self.worker = self.worker, worker if self.worker < 0 else self.worker  # of the wait in which it asks
         waits = f"rank {self._place.rank} waits for the work of rank {worker}"
         try:
             return bytes.fromhex(self._wait_while_it_lives(keys, worker, waits))
         except dist.DistNetworkError as error:
             raise WorkerDiedError(f"{waits}, but {store_is_gone(self._place, error)}") from None
         finally:
-            self.worker = -1
+            self.worker = before
             self._stalls.excuse(False)
 
     def _find(self, keys: tuple[str, ...]) -> list[str]:

@@ -30,7 +30,7 @@ _LOOPS = {
     (os.path.join(OURS, *path), name)
     for path, name in (
         (("supervision", "shared_work.py"), "_wait"),
-        (("checkpoint", "meeting.py"), "meet"),
+        (("checkpoint", "meeting.py"), "_wait"),
         (("strategies", "rendezvous.py"), "_wait_for"),
     )
 }

@@ -47,17 +47,26 @@ def test_ranks_killed_while_they_save_parts_leave_the_newest_complete_ones(kills
 
 
 def test_what_a_killed_process_had_begun_is_swept_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves of processes that are gone are removed by a later save; those of living ones, and young ones, stay."""
-    gone = subprocess.Popen(["true"])
-    gone.wait(30)
-    of_gone, of_living = (f".a.pt{files._owner(pid)}x.tmp" for pid in (gone.pid, os.getppid()))
-    for name in (of_gone, of_living, ".mine.tmp"):
-        (tmp_path / name).write_text("half")
+    """Halves that nobody writes any more are removed by a later save; those of a live save, and young ones, stay.
+
+    Whoever holds the lock may be of another container, in which process numbers mean other processes.
+    """
+    of_gone, folder = files.temporary_name(tmp_path / "a.pt"), files.temporary_name(tmp_path / "parts")
+    living = [files.Unfinished(tmp_path / "c.pt"), files.Unfinished(tmp_path / "d", folder=True)]
+    folder.mkdir()
+    for path in (of_gone, folder / "part", living[1].temporary / "part", tmp_path / ".mine.tmp"):
+        path.write_text("half")
     dw.save(1, tmp_path / "b.pt")
-    assert (tmp_path / of_gone).exists()
+    assert of_gone.exists()
     monkeypatch.setattr(files, "_SWEEP_SECONDS", -1.0)
-    dw.save(2, tmp_path / "b.pt")
-    assert sorted(os.listdir(tmp_path)) == sorted([of_living, ".mine.tmp", "b.pt"])
+    code = "import sys; from distwrap.checkpoint import files; files._SWEEP_SECONDS = -1.0; import distwrap as dw; "
+    assert run_python("-c", code + "dw.save(2, sys.argv[1])", tmp_path / "b.pt", timeout=60).returncode == 0
+    names = [".mine.tmp", "b.pt", *(each.temporary.name for each in living)]
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    assert (living[1].temporary / "part").exists()
+    for each in living:
+        each.discard()
+    assert sorted(os.listdir(tmp_path)) == [".mine.tmp", "b.pt"]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint
 from torch import nn
 
 import distwrap as dw
-from distwrap.checkpoint import saving
+from distwrap.checkpoint import files, saving
 from distwrap.checkpoint.formats import FileIO
 from distwrap.checkpoint.plain import Staging
 from distwrap.errors import CheckpointError, OptionError
@@ -472,3 +472,79 @@ def test_a_table_of_contents_of_any_python() -> None:
     for kind, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__")):
         with pytest.raises(pickle.UnpicklingError, match="has no place"):
             _Contents(io.BytesIO(pickle.dumps(_AsAttribute(kind, name)))).load()
+
+
+class Tied(torch.nn.Module):
+    """Words go in and out by one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+        self.out.weight = self.words.weight
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow("imports FSDP"))])
+def test_a_tied_model_loads_a_folder_with_one_of_its_names(tmp_path: Path, strategy: str) -> None:
+    """Hugging Face's files leave the others out; what is tied to nothing is still missed."""
+    weight = torch.arange(15.0).reshape(5, 3)
+    dw.save({"words.weight": weight}, tmp_path / "net", io="safetensors")
+    plain = Tied()
+    dw.load(tmp_path / "net", into=plain)
+    assert torch.equal(plain.out.weight, weight)
+    assert plain.out.weight is plain.words.weight
+
+    def on_rank() -> None:
+        model = dw.wrap_model(Tied(), strategy=strategy)
+        dw.load(tmp_path / "net", into=model)
+        dw.save(model, tmp_path / "whole.pt")
+
+    run_ranks(on_rank, 2)
+    assert torch.equal(dw.load(tmp_path / "whole.pt")["out.weight"], weight)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        dw.load(tmp_path / "net", into=torch.nn.ModuleDict({"words": plain.words, "more": torch.nn.Linear(1, 1)}))
+
+
+def test_a_folder_of_torchs_names_the_command_that_converts_it(tmp_path: Path) -> None:
+    """It is no checkpoint that load() reads."""
+    (tmp_path / "of_fsdp").mkdir()
+    (tmp_path / "of_fsdp" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"distwrap convert-checkpoint .*of_fsdp model\.pt"):
+        dw.load(tmp_path / "of_fsdp")
+
+
+def test_predecessors_are_kept_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that has none, where they are copied."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for step in range(4):
+        dw.save({"step": step}, tmp_path / "last.pt", keep=3)
+    assert [dw.load(tmp_path / f"last.pt{end}")["step"] for end in ("", ".1", ".2")] == [3, 2, 1]
+    assert len(os.listdir(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_after_the_new_name_does_not_say_that_nothing_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """The folder cannot be synced, where the file is there already."""
+    sync = files._sync
+
+    def failing(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+        sync(path)
+
+    dw.save(1, tmp_path / "a.pt")
+    monkeypatch.setattr(files, "_sync", failing)
+
+    def save() -> None:
+        dw.save(2, tmp_path / "a.pt", background=background)
+        dw.wait_for_saves()
+
+    with pytest.raises(CheckpointError, match=r"is written, but then rank 0 .*Input/output error") as raised:
+        save()
+    assert "untouched" not in str(raised.value)
+    assert dw.load(tmp_path / "a.pt") == 2

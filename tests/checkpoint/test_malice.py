@@ -1,18 +1,15 @@
-"""Files that a stranger has made run no code, take no more memory than they have, and do not end the process."""
+"""Files that a stranger has made run no code, and are loaded or refused."""
 
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
 import pickle
 import resource
 import struct
-import sys
 import tempfile
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ import torch
 
 import distwrap as dw
 from distwrap._internals.torch import LAYOUT_FUNCTION
-from distwrap.checkpoint.untrusted import load_tensor
 from distwrap.cli import main
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
@@ -52,7 +48,6 @@ def test_files_changed_at_random(mutations: int) -> None:
     assert not found["wrong"], found["wrong"]
     assert sum(found["counts"].values()) == mutations
     assert found["counts"]["CheckpointError"] > mutations // 5 < found["counts"]["loaded"] * 5
-    assert found["grown"] < 64 << 20
 
 
 # Archives
@@ -66,119 +61,12 @@ def archive(path: Path, data: bytes, records: dict[str, bytes], method: int = zi
             file.writestr(f"archive/{name}", content)
 
 
-class Call:
-    """Object whose pickle calls a function."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.reduced = function, args
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
-def tensor_pickle(numel: int, size: int, key: str = "0") -> bytes:
-    """Pickle a tensor of some numbers, in a record that should have as many as is said."""
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return ("storage", torch.FloatStorage, key, "cpu", numel) if obj == "the storage" else None
-
-    rebuild = torch._utils._rebuild_tensor_v2
-    file = io.BytesIO()
-    Pickler(file, 2).dump({"w": Call(rebuild, "the storage", 0, (size,), (1,), False, OrderedDict())})
-    return file.getvalue()
-
-
 def both_refuse(path: Path, words: str) -> None:
-    """Load and strip a file, which both refuse with the same words, and with little memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Load and strip a file, which both refuse with the same words."""
     with pytest.raises(CheckpointError, match=words):
         dw.load(path)
     assert main(["strip", str(path), str(path.with_suffix(".out"))]) == 2
     assert not path.with_suffix(".out").exists()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
-
-
-def test_a_storage_is_no_longer_than_its_file(tmp_path: Path) -> None:
-    """torch takes a storage to be as long as the pickle says; reading it would read other memory, or crash."""
-    path = tmp_path / "a.pt"
-    archive(path, tensor_pickle(3, 3), {"data/0": b"\0" * 12})
-    assert dw.load(path)["w"].tolist() == [0.0] * 3
-    archive(path, tensor_pickle(100_000_000, 100_000_000), {"data/0": b"\0" * 12})
-    both_refuse(path, "cannot load")
-
-
-def test_an_archive_that_is_compressed(tmp_path: Path) -> None:
-    """A bomb of zeros is refused before anything is unpacked; strip took compressed bytes for numbers."""
-    path = tmp_path / "a.pt"
-    archive(path, tensor_pickle(100, 100), {"data/0": b"\0" * 400}, zipfile.ZIP_DEFLATED)
-    both_refuse(path, "is compressed")
-    archive(path, b" " * (120 << 20), {}, zipfile.ZIP_DEFLATED)
-    both_refuse(path, "is compressed")
-
-
-@pytest.mark.parametrize("room", [100 << 30, HUGE, 10_000])
-def test_an_archive_whose_records_claim_more_than_it_has(tmp_path: Path, room: int) -> None:
-    """A record of 100 GB in a file of a thousand bytes is refused before there is room made for it."""
-    path = tmp_path / "a.pt"
-    torch.save({"w": torch.zeros(3)}, path)
-    data = path.read_bytes()
-    entry = data.rfind(b"archive/data/0" if b"archive/data/0" in data else b"a/data/0") - 46
-    assert data[entry : entry + 4] == b"PK\1\2"
-    changed = bytearray(data)
-    changed[entry + 20 : entry + 28] = struct.pack("<2L", *([min(room, 2**32 - 1)] * 2))
-    path.write_bytes(changed)
-    both_refuse(path, "cannot load" + ".* claims" * (room == 10_000))
-
-
-def test_an_archive_with_two_tables_of_contents(tmp_path: Path) -> None:
-    """What is checked must be what torch reads: an archive in which another reader could find another is refused."""
-    path = tmp_path / "a.pt"
-    torch.save({"w": torch.zeros(3)}, path)
-    data = path.read_bytes()
-    path.write_bytes(b"PK\3\4 in front" + data)
-    both_refuse(path, "cannot load")
-    path.write_bytes(data + b"behind")
-    both_refuse(path, "no end")
-
-
-def test_an_archive_with_two_records_of_one_name(tmp_path: Path) -> None:
-    """The one that is checked must be the one that torch reads."""
-    path = tmp_path / "a.pt"
-    torch.save({"w": torch.zeros(3)}, path)
-    with zipfile.ZipFile(path, "a") as file:
-        (name,) = (name for name in file.namelist() if name.endswith("data.pkl"))
-        file.writestr(name.replace("data.pkl", "data.PKL"), b"another")
-    both_refuse(path, "table of contents")
-
-
-def test_a_part_with_its_bytes_in_another_order(tmp_path: Path) -> None:
-    """Its numbers would be turned around before their room could be checked."""
-    path = tmp_path / "a.pt"
-    torch.save(torch.ones(2), path)
-    path.write_bytes(path.read_bytes().replace(sys.byteorder.encode(), b"other "))
-    with open(path, "rb") as file, pytest.raises(CheckpointError, match="byte order"):
-        load_tensor(file, 0, path.stat().st_size, path)
-
-
-@pytest.mark.parametrize("call", [(torch.Tensor, HUGE // 4), (torch.UntypedStorage, HUGE), (bytearray, HUGE)])
-def test_memory_that_a_pickle_asks_for(tmp_path: Path, call: tuple[Any, int]) -> None:
-    """torch's safe loader calls these for any file, and what they give is in no file."""
-    path = tmp_path / "a.pt"
-    archive(path, pickle.dumps({"w": Call(*call)}, 2), {})
-    both_refuse(path, "empty torch|bytearray")
-    torch.save({"w": Call(*call)}, path, _use_new_zipfile_serialization=False)
-    both_refuse(path, "empty torch|bytearray")
-
-
-def test_a_file_of_torch_before_archives_that_claims_more_than_it_has(tmp_path: Path) -> None:
-    """Its numbers come after the pickle; memory is taken for no more than the file has."""
-    path = tmp_path / "a.pt"
-    torch.save({"w": torch.zeros(300)}, path, _use_new_zipfile_serialization=False)
-    data = path.read_bytes()
-    assert data.count(b"M\x2c\x01") == 2
-    path.write_bytes(data.replace(b"M\x2c\x01", b"J" + struct.pack("<i", HUGE // 4)))
-    both_refuse(path, "cannot load")
 
 
 def doubled() -> bytes:
@@ -195,32 +83,6 @@ def test_lists_in_lists(tmp_path: Path, pickled: bytes) -> None:
     path = tmp_path / "a.pt"
     archive(path, pickled, {})
     both_refuse(path, "nested")
-
-
-MANY = b"]q\0(" + b"K\1" * 20_000 + b"e"  # a list of 20,000 ones
-LATER = b"]q\0\x85q\20(" + b"h\0(" + b"K\1" * 20_000 + b"e0"  # the same, filled only after it has a place in a tuple
-SIZES, SETS, ENCODE = (b"c" + name + b"\nq\1" for name in (b"torch\nSize", b"builtins\nset", b"_codecs\nencode"))
-
-
-@pytest.mark.parametrize(
-    "pickled",
-    [
-        b"\x80\x02](" + MANY + SIZES + b"h\1h\0\x85R" * 1000 + b"e.",
-        b"\x80\x02](" + MANY + SETS + b"h\1h\0\x85R" * 1000 + b"e.",
-        b"\x80\x02(" + LATER + SIZES + b"h\1h\20R" * 1000 + b"l.",
-        b"\x80\x02](X\x40\x0d\x03\0" + b"a" * 200_000 + b"q\0" + ENCODE + b"h\1h\0X\6\0\0\0latin1\x86R" * 300 + b"e.",
-    ],
-    ids=["sizes", "sets", "filled later", "encoded"],
-)
-def test_one_object_that_functions_are_given_again_and_again(tmp_path: Path, pickled: bytes) -> None:
-    """Each may make a copy, for the few bytes of the call: of 0.2 MB that took 400 MB, of this it would take 160."""
-    path = tmp_path / "a.pt"
-    archive(path, pickled, {})
-    both_refuse(path, "copies")
-    dw.save({"w": torch.arange(6.0)}, tmp_path / "parts", io="sharded")
-    (tmp_path / "parts" / ".metadata").write_bytes(pickled)
-    with pytest.raises(CheckpointError, match="copies"):
-        dw.load(tmp_path / "parts")
 
 
 def test_an_object_in_many_places_is_no_bomb(tmp_path: Path) -> None:
@@ -259,26 +121,6 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
         both_refuse(tmp_path / name, "neither a file")
     both_refuse(Path("/dev/zero"), "neither a file") if os.access("/dev/zero", os.R_OK) else None
-
-
-@pytest.mark.slow("many changed files, each loaded")
-def test_twice_the_files_memory_is_enough(tmp_path: Path) -> None:
-    """A file of 200 MB is loaded by a process that may take some 400 MB more."""
-    path = tmp_path / "a.pt"
-    torch.save({str(number): torch.ones(5_000_000) for number in range(10)}, path)
-    program = """if 1:
-        import sys, resource, torch, distwrap as dw
-        from tests.checkpoint import malice
-        dw.save({"w": torch.ones(3)}, sys.argv[1] + ".small")
-        dw.load(sys.argv[1] + ".small")
-        before = malice.peak()
-        state = dw.load(sys.argv[1])
-        assert all(bool((value == 1).all()) for value in state.values())
-        print(malice.peak() - before)
-    """
-    done = run_python("-c", program, path, cwd=ROOT, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2 * path.stat().st_size + (32 << 20)
 
 
 # Sharded checkpoints

@@ -49,6 +49,7 @@ def test_a_save_of_one_rank_is_an_error(strategy: str, io: str, goes_on: bool, t
     """Whether the other rank waits in its next step, or has left."""
     where = r"rank 1 is .*:\d+" if goes_on else "rank 1 has left"
     options = Options(timeout=30, returns="all", strategy=strategy)
-    with pytest.raises(CheckpointError, match=where):
+    with pytest.raises(CheckpointError, match=where) as raised:
         launch_ranks(2, options, 60, save_alone, tmp_path, io, goes_on)
+    assert "let every rank call save()" in str(raised.value)
     assert list(tmp_path.iterdir()) == []

@@ -14,12 +14,12 @@ import torch
 import distwrap as dw
 from distwrap.checkpoint.formats import FileIO
 from distwrap.cli import main
-from distwrap.errors import CheckpointError, CollectiveTimeoutError, WorkerTimeoutError
+from distwrap.errors import CheckpointError
 from distwrap.group.world import activate, current_world, deactivate
-from distwrap.testing import run_ranks
+from distwrap.supervision.activity import Activity
+from distwrap.testing import run_ranks, simulate
 from tests.interpreters import run_python
 from tests.limits import SOON
-from tests.slow import slow
 
 # Which ranks save
 
@@ -39,13 +39,13 @@ def test_alone_and_then_together(tmp_path: Path, background: bool) -> None:
 
     def on_rank() -> str:
         if dw.rank() == 0:
-            dw.save({"step": 1}, path, background=background)
+            dw.save({"step": 1}, path, background=background, alone=True)
         dw.save({"step": 2}, path, io=Slow())
         assert dw.load(path) == {"step": 2}
         dw.barrier()
         if dw.is_rank_zero():
-            dw.save({"step": 3}, path)
-            dw.save({"step": 4}, path)
+            dw.save({"step": 3}, path, alone=True)
+            dw.rank_zero_only(dw.save)({"step": 4}, path)
         with pytest.raises(CheckpointError) as failure:
             dw.save({"step": object()}, path)
         return str(failure.value)
@@ -65,7 +65,7 @@ def test_in_a_group_that_the_user_made(tmp_path: Path) -> None:
         deactivate()  # what is left is torch's group alone, as a program of the user's makes it
         try:
             if dw.rank() == 0:
-                dw.save({"step": 1}, path)
+                dw.save({"step": 1}, path, alone=True)
             assert dw.reduce(float(dw.rank()), "sum") == 1.0
             dw.save({"step": 2}, path, io=Slow())
             assert dw.load(path) == {"step": 2}
@@ -95,23 +95,38 @@ def test_a_name_with_the_rank_in_it_is_refused(tmp_path: Path, io: str) -> None:
     assert time.monotonic() - began < SOON / 2
 
 
-def test_other_names_of_rank_zero_alone_are_no_ranks_own(tmp_path: Path) -> None:
-    """A line that saves on rank 0 alone under some names, and on all ranks under others, is right."""
+def test_each_rank_may_save_alone(tmp_path: Path) -> None:
+    """A file of its own, while the others do something else, and wait for what it writes in the background."""
 
     def on_rank() -> None:
-        for step in range(1, 7):
-            if dw.is_rank_zero() or step % 3 == 0:
-                dw.save({"step": step}, tmp_path / f"step-{step}.pt")
-            if step % 3 == 0:
-                assert dw.load(tmp_path / f"step-{step}.pt") == {"step": step}
-            dw.barrier()
+        dw.save({"rank": dw.rank()}, tmp_path / f"{dw.rank()}.pt", alone=True)
+        if dw.rank() == 1:
+            dw.save({"rank": 7}, tmp_path / "7.pt", alone=True, background=True)
+            dw.wait_for_saves(alone=True)
+            assert dw.load(tmp_path / "7.pt") == {"rank": 7}
+        dw.save({"all": True}, tmp_path / "all.pt")
+        with pytest.raises(CheckpointError, match="no folder"):
+            dw.save({}, tmp_path / "gone" / "a.pt", alone=True)
 
     run_ranks(on_rank, 2)
-    assert len(os.listdir(tmp_path)) == 6
+    assert sorted(os.listdir(tmp_path)) == ["0.pt", "1.pt", "7.pt", "all.pt"]
+    assert dw.load(tmp_path / "1.pt") == {"rank": 1}
 
 
-def test_a_line_to_which_rank_zero_does_not_come_is_told(tmp_path: Path) -> None:
-    """Who waits in a line for rank 0, which saves in another and leaves, is told so, and that all need one line."""
+def test_one_rank_cannot_save_what_all_hold(tmp_path: Path) -> None:
+    """A folder of parts, or the run's state, is refused by name, before anything is written."""
+
+    def on_rank() -> None:
+        for state, io in (({"x": 1}, "sharded"), ({"run": dw.run_state()}, "file")):
+            with pytest.raises(CheckpointError, match=r"alone=True\) for .* one rank cannot"):
+                dw.save(state, tmp_path / "a", io=io, alone=True)
+
+    run_ranks(on_rank, 2)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_save_is_one_from_whichever_line(tmp_path: Path) -> None:
+    """Ranks meet in their calls, and not in lines of the program."""
 
     def on_rank() -> None:
         if dw.is_rank_zero():
@@ -119,22 +134,68 @@ def test_a_line_to_which_rank_zero_does_not_come_is_told(tmp_path: Path) -> None
         else:
             dw.save(2, tmp_path / "a.pt")
 
-    with pytest.raises(CheckpointError, match="from one line"):
-        run_ranks(on_rank, 2)
+    run_ranks(on_rank, 2)
+    assert dw.load(tmp_path / "a.pt") == 1
 
 
-@pytest.mark.parametrize("then", ["leaves", slow("waits", why="waits for a limit to pass")])
-def test_paths_that_differ_are_told(tmp_path: Path, then: str) -> None:
-    """Each rank has a temporary folder of its own: the error, or the hang report, names both paths."""
+@pytest.mark.parametrize("then", ["leaves", "gathers", "steps", "waits for it", "saves later"])
+def test_a_save_of_rank_zero_alone_without_the_word_is_an_error(tmp_path: Path, then: str) -> None:
+    """Wherever the other rank is, the error names the word; also where its next save would be taken for this one."""
+
+    def on_rank() -> None:
+        model = dw.wrap_model(torch.nn.Linear(2, 1))
+        if dw.is_rank_zero():
+            dw.save(model, tmp_path / "a.pt")
+        if then == "gathers":
+            dw.gather_object(1)
+        if then == "steps":
+            model(torch.ones(2, 2)).sum().backward()
+        if then == "waits for it":
+            dw.rank_zero_only(lambda: 1, broadcast=True)()  # type: ignore[call-overload]
+        if then == "saves later" and not dw.is_rank_zero():
+            current_world().part(Activity).begin_collective("an exchange that does not block, as on an accelerator")
+            dw.save(model, tmp_path / "a.pt")
+
+    with pytest.raises(CheckpointError, match="alone=True"):
+        run_ranks(on_rank, 2, timeout=60)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_it_is_an_error_on_simulated_ranks_too(tmp_path: Path, ranks: int) -> None:
+    """Where some ranks wait for the save, and others for the next collective."""
+
+    def on_rank() -> None:
+        if dw.rank() in (0, 2):
+            dw.save({"x": 1}, tmp_path / "a.pt")
+        dw.gather_object(1)
+
+    with pytest.raises(CheckpointError, match="alone=True"):
+        simulate(on_rank, ranks)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    """One that computes, or sleeps, comes: nobody may say that it does not."""
+
+    def on_rank() -> None:
+        if not dw.is_rank_zero():
+            time.sleep(3)
+        dw.save({"x": 1}, tmp_path / "a.pt")
+        dw.gather_object(1)
+
+    run_ranks(on_rank, 2)
+
+
+def test_paths_that_differ_are_told(tmp_path: Path) -> None:
+    """Each rank has a temporary folder of its own: the error names both paths, and nothing is written."""
 
     def on_rank() -> None:
         dw.save(1, tmp_path / ("of_zero.pt" if dw.is_rank_zero() else "of_one.pt"))
-        if then == "waits":
-            dw.barrier()
 
-    both = r"of_one\.pt .*rank 0 .*of_zero\.pt"
-    with pytest.raises((CheckpointError, CollectiveTimeoutError, WorkerTimeoutError), match=both):
+    with pytest.raises(CheckpointError, match=r"of_one\.pt.*rank 0 .*of_zero\.pt"):
         run_ranks(on_rank, 2, timeout=2)
+    assert not os.listdir(tmp_path)
 
 
 class Leaving(FileIO):

@@ -162,7 +162,7 @@ def test_in_a_single_process() -> None:
 
 def _saves(path: Path) -> list[Any]:
     if dw.is_rank_zero():
-        dw.save({"epoch": 1}, path)  # as beginners write it
+        dw.save({"epoch": 1}, path, alone=True)
     dw.barrier()
     dw.rank_zero_only(dw.save)({"epoch": 2}, path)
     dw.barrier()
@@ -174,7 +174,7 @@ def _saves(path: Path) -> list[Any]:
 
 
 def test_rank_zero_may_save_alone(tmp_path: Path) -> None:
-    """`save` under `if is_rank_zero()` or inside a rank-zero function writes, and nobody waits."""
+    """`save` with alone=True under `if is_rank_zero()`, or inside a rank-zero function, writes, and nobody waits."""
     assert run_ranks(_saves, 2, tmp_path / "last.pt", timeout=LIMIT)[0] == [2, 3]
 
 

@@ -34,7 +34,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
     elif is_alone and _is_plain_state(conversion, state) and (own := own_test(conversion, call)) is not None:
         if conversion.edits.has_line_of_its_own(statement):
             conversion.under_rank_zero(statement)
-        conversion.rename_call(call, "save")
+        _write_alone(conversion, call)
         conversion.left(
             own, "save", "each rank's own data decides whether a file is written, so that of rank 0 alone does",
             "the mean over the ranks in the test, as of mean(loss, count)",
@@ -42,8 +42,13 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
     elif _is_plain_state(conversion, state):
         if is_alone and _is_called_by_some(conversion, call) and conversion.edits.has_line_of_its_own(statement):
             conversion.under_rank_zero(statement)
-        conversion.rename_call(call, "save")
-        conversion.done(call, "save", "rank 0 writes it, whole or not at all, and the others wait")
+            guarded = True
+        if guarded:
+            _write_alone(conversion, call)
+            conversion.done(call, "save", "rank 0 alone writes it, whole or not at all")
+        else:
+            conversion.rename_call(call, "save")
+            conversion.done(call, "save", "rank 0 writes it, whole or not at all, and the others wait")
     elif guarded or _is_followed_up(conversion, call, path):
         conversion.left(call, "save", "one rank alone writes it already", "save(state, path), of plain values")
     elif (
@@ -54,6 +59,12 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
         _note_what_goes_wrong(conversion, call)
     else:
         conversion.unsure(call, "save", "all ranks would write one file", "save(state, path)")
+
+
+def _write_alone(conversion: Conversion, call: cst.Call) -> None:
+    """Convert a save to which the other ranks do not come."""
+    conversion.rename_call(call, "save")
+    conversion.edits.add_argument(call, "alone=True")
 
 
 def _note_what_goes_wrong(conversion: Conversion, call: cst.Call) -> None:
@@ -96,7 +107,8 @@ def _save_to_open_file(conversion: Conversion, call: cst.Call, block: cst.With, 
     assert isinstance(opened, cst.Call)
     where = script.code(opened.args[0].value)
     if _is_plain_state(conversion, state):
-        written = conversion.call("save", f"{script.code(state)}, {where}")
+        alone = ", alone=True" if script.is_of_some_ranks(call) else ""
+        written = conversion.call("save", f"{script.code(state)}, {where}{alone}")
         conversion.done(block, "save", "rank 0 writes it, whole or not at all, and the others wait")
     else:
         written = f"if {conversion.call('is_rank_zero')}: torch.save({script.code(state)}, {where})"

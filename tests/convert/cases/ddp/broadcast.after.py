@@ -38,7 +38,7 @@ def main():
     if world_size > 1:
         dist.all_gather(gathered, largest)
     if rank() == 0:
-        save(net.state_dict(), os.environ["OUT"])
+        save(net.state_dict(), os.environ["OUT"], alone=True)
 
 
 if __name__ == "__main__":

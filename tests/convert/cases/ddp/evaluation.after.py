@@ -60,7 +60,7 @@ def main(epochs=2):
         if rank() == 0:
             print(f"{epoch}: {mean_loss.item():.3f} {accuracy:.3f}")
     if rank() == 0:
-        save(model.state_dict(), os.environ["OUT"])
+        save(model.state_dict(), os.environ["OUT"], alone=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
     if rank() == 0:
-        save(model.state_dict(), os.environ["OUT"])
+        save(model.state_dict(), os.environ["OUT"], alone=True)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def main(args):
             (model(x) - x).square().mean().backward()
             optimizer.step()
     if rank() == 0:
-        save(bare.state_dict(), os.environ["OUT"])
+        save(bare.state_dict(), os.environ["OUT"], alone=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Trainer:
 
     def _save_snapshot(self, epoch):
         snapshot = {"MODEL_STATE": self.model.state_dict(), "EPOCHS_RUN": epoch}
-        if is_rank_zero(): save(snapshot, SNAPSHOT)
+        if is_rank_zero(): save(snapshot, SNAPSHOT, alone=True)
         print(f"Epoch {epoch} | Training snapshot saved at {SNAPSHOT}")
 
     def train(self, max_epochs: int):
@@ -60,7 +60,7 @@ def main(total_epochs: int, batch_size: int):
     trainer = Trainer(model, train_data, optimizer)
     trainer.train(total_epochs)
     if rank() == 0:
-        save(trainer.model.state_dict(), os.environ["OUT"])
+        save(trainer.model.state_dict(), os.environ["OUT"], alone=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main():
         if rank == 0:
             print(f"epoch {epoch}: {loss.item():.4f}")
     if rank == 0:
-        save(model.state_dict(), os.environ["OUT"])
+        save(model.state_dict(), os.environ["OUT"], alone=True)
     barrier()
 
 

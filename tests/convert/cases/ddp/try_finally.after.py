@@ -40,7 +40,7 @@ def run(args):
             optimizer.step()
         distwrap_barrier()
     if is_main_process():
-        save(ddp.state_dict(), os.environ["OUT"])
+        save(ddp.state_dict(), os.environ["OUT"], alone=True)
 
 
 @distributed

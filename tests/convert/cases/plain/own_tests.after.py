@@ -24,7 +24,7 @@ def main():
             optimizer.step()
             if loss.item() < best:
                 best = loss.item()
-                if is_rank_zero(): save(model.state_dict(), os.environ["OUT"] + ".best")
+                if is_rank_zero(): save(model.state_dict(), os.environ["OUT"] + ".best", alone=True)
             if agree(time.time() - start > 1000, "any"):
                 break
     save(model.state_dict(), os.environ["OUT"])

@@ -27,7 +27,7 @@ def main(world_size: int, total_epochs: int, batch_size: int):
             model(x).square().mean().backward()
             optimizer.step()
     if rank == 0:
-        save(model.state_dict(), os.environ["OUT"])
+        save(model.state_dict(), os.environ["OUT"], alone=True)
 
 
 if __name__ == "__main__":

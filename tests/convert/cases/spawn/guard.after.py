@@ -19,7 +19,7 @@ def worker(args):
         total = reduce(total, op="sum")
     barrier()
     if gpu == 0:
-        save(model.state_dict(), os.environ["OUT"])
+        save(model.state_dict(), os.environ["OUT"], alone=True)
 
 
 if __name__ == "__main__":
