@@ -51,6 +51,7 @@ _WRONG_OF_PARTS = {
     "binary_cross_entropy": "it with operators of tensors",
     "binary_cross_entropy_with_logits": "it with operators of tensors",
 }
+_BY_NUMBER = {"maximum", "minimum", "add", "sub", "mul", "div", "lerp", "sqrt", "addcmul", "addcdiv"}
 _LOST = (
     "would change nothing. Change whole weights on every rank: 'with distwrap.gathered_weights(model), torch.no_grad():"
     " …', in which they are plain tensors; or all of a parameter in place, as by parameter.copy_(…), mul_(…) or "
@@ -132,7 +133,11 @@ class DividedTensorRules:
             self._refuse(f"{name}() of a part", _LOST)
         if name in ("data.__set__", "__setitem__") and _is_part(given[0]):
             self._refuse("parameter.data = …" if name == "data.__set__" else "tensor[…] = …", _LOST)
-        if "out" in kwargs and any(map(_is_part, _leaves(kwargs["out"]))):
+        if (
+            "out" in kwargs
+            and any(map(_is_part, _leaves(kwargs["out"])))
+            and not _fills_parts(name, args, kwargs["out"])
+        ):
             self._refuse(f"{name}(out=…)", _LOST)
         if name in _WRONG_OF_PARTS and any(map(_is_part, given)):
             self._refuse(f"{name}()", f"would be computed of each part by itself. Write {_WRONG_OF_PARTS[name]}.")
@@ -188,6 +193,12 @@ def _is_divided(tensor: DTensor) -> bool:
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, DTensor) and (_is_divided(value) or value in _copies)
+
+
+def _fills_parts(name: str, args: Any, out: Any) -> bool:
+    """Return whether a function computes each number of a divided tensor by those at its place, as AMSGrad does."""
+    alike = [isinstance(each, DTensor) and each.placements == out.placements for each in args]
+    return name in _BY_NUMBER and isinstance(out, DTensor) and out not in _copies and all(alike)
 
 
 def _replicated(tensor: DTensor, view: str) -> DTensor:

@@ -159,7 +159,7 @@ MISTAKES: dict[Mistake, str] = {
 }
 ENDING: dict[Mistake, str] = {
     _adds_a_norm: r"take .full_tensor\(\) of what is computed of each one",
-    _leaves_early: "Look for a return, a break or a loop that differs between ranks",
+    _leaves_early: "rank 1 has left the function.*run it equally often on every rank",
     _evaluates_alone: r"rank 0 runs forward 1 of \w*Net without gradients.*if rank\(\) == 0",
 }
 

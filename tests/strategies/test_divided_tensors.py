@@ -20,6 +20,7 @@ from distwrap import FSDPStrategy, distributed
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.testing import simulate
+from tests.plans import TP
 from tests.strategies.divided_uses import DRAWS, FURTHER, INITS, LOSSES, PARTIAL, PARTS, READS
 
 Found = dict[str, str]
@@ -317,6 +318,24 @@ def test_nothing_is_left_of_the_rules_after_a_run() -> None:
     assert all(_left())
 
 
+def _amsgrad(foreach: bool) -> float:
+    model, net = _pair(6)
+    for trained in (net, model):
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, amsgrad=True, foreach=foreach)
+        for step in range(3):
+            trained(torch.full((2, 4), 1.0 - step, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = current_world().strategy.state(model, everywhere=True)
+    return max(float((state[name] - value).abs().max()) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_the_larger_one_of_each_number(foreach: bool) -> None:
+    """AMSGrad writes maxima into its own divided state."""
+    assert max(simulate(_amsgrad, 2, foreach, strategy="fsdp")) < 1e-9
+
+
 def _real() -> tuple[float, float, list[str]]:
     model = dw.wrap_model(Chain(7).double())
     weight, said = model.blocks[0][0].weight, []
@@ -421,7 +440,7 @@ def noisy() -> float:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_an_optimizer_that_draws() -> None:
     """Under fsdp and tp it draws the numbers of one process; where ranks step some of the parameters, it is refused."""
-    for strategy in ("fsdp", "tp"):
+    for strategy in ("fsdp", TP):
         assert max(distributed(nprocs=2, strategy=strategy, returns="all")(noisy)()) < 1e-9
     for strategy in ("zero1", "pipeline"):
         with pytest.raises(ModelError, match="draws random"):
@@ -450,6 +469,6 @@ def row_wise(path: str) -> float:
 @pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_state_of_other_sizes_is_saved_and_loaded(tmp_path: Any) -> None:
     """A mean of each row and a sum of all numbers, of which ranks have parts that are not added up."""
-    for strategy in ("fsdp", "tp"):
-        path = str(tmp_path / f"{strategy}.pt")
+    for name, strategy in (("fsdp", "fsdp"), ("tp", TP)):
+        path = str(tmp_path / f"{name}.pt")
         assert max(distributed(nprocs=2, strategy=strategy, returns="all")(row_wise)(path)) < 1e-9
