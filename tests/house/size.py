@@ -39,11 +39,11 @@ def _strategies(words: str) -> tuple[str, ...]:
 ROWS = {
     "modules": Row(1850 - 190, 2564, 2143, ("",)),  # falls with part 3
     "protocols": Row(190, 148, 181, ("protocols.py",)),
-    "_internals": Row(650, 1315, 1335, ("_internals/",)),  # part 1
-    "checkpoint": Row(1200, 2179, 2082, ("checkpoint/",)),  # part 3
+    "_internals": Row(650, 1323, 1340, ("_internals/",)),  # part 1
+    "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1086, 944, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
-    "convert": Row(2200, 4919, 4449, ("convert/",)),  # with the converter
+    "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 517, 528, ("devices/",)),  # part 1
     "environments": Row(420, 542, 480, ("environments/",)),  # part 3
@@ -53,10 +53,10 @@ ROWS = {
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 979, 889, ("prove/",)),  # part 3
-    "supervision": Row(800, 1505, 1567, ("supervision/",)),  # part 3
+    "supervision": Row(800, 1511, 1574, ("supervision/",)),  # part 3
     "testing": Row(1300, 1312, 1312, ("testing/",)),  # part 1
     "timing": Row(650, 826, 776, ("timing/",)),  # part 1
-    "strategies: ddp and its like": Row(1100, 1261, 1168, ("strategies/",)),  # part 1; with the front door
+    "strategies: ddp and its like": Row(1100, 1259, 1166, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
         430, 551, 490, _strategies("zero.py optimizer_s owned_tensors.py separable.py")
     ),  # part 2
@@ -70,7 +70,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 1800, 1592, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 398, 290
+FILES, FILES_GOAL = 395, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
