@@ -48,9 +48,14 @@ _WRONG_OF_PARTS = {
     "__dlpack__": "it of tensor.full_tensor()",
     "huber_loss": "it with operators of tensors",
     "soft_margin_loss": "torch.log1p((-a * b).exp()).mean()",
+    **dict.fromkeys(
+        ("index_add_", "index_copy_", "scatter_add_", "index_add", "index_copy", "scatter_add"),
+        "it within 'with distwrap.gathered_weights(model):', where weights are whole",
+    ),
     "binary_cross_entropy": "it with operators of tensors",
     "binary_cross_entropy_with_logits": "it with operators of tensors",
 }
+_CUMULATIVE = {"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "cumsum_", "cumprod_"}
 _BY_NUMBER = {"maximum", "minimum", "add", "sub", "mul", "div", "lerp", "sqrt", "addcmul", "addcdiv"}
 _LOST = (
     "would change nothing. Change whole weights on every rank: 'with distwrap.gathered_weights(model), torch.no_grad():"
@@ -70,7 +75,8 @@ class DividedTensorRules:
     Without it: each rank reads the numbers of its part, and changes of some rows are lost.
 
     Args:
-        meet: waits for the other ranks, before all of them put a tensor together to read a number.
+        meet: waits for the other ranks, before all of them put a tensor together to read a number; with
+            ``always=False`` only where that was not foreseen.
         refuse: raises an error about a use of a divided tensor, and why it would be wrong.
         divided_like: returns the part of a whole tensor that this rank has of a pattern.
         on_cpu: whether ranks are on the CPU, where torch lets all of them draw the same parts.
@@ -78,7 +84,7 @@ class DividedTensorRules:
 
     def __init__(
         self,
-        meet: Callable[[], object],
+        meet: Callable[..., object],
         refuse: Callable[[str, str], NoReturn],
         divided_like: Callable[[DTensor, torch.Tensor], torch.Tensor],
         *,
@@ -104,6 +110,10 @@ class DividedTensorRules:
         """Call a function of torch that was given divided tensors."""
         kwargs, (name, changes) = kwargs or {}, _known(function)
         tensor = args[0] if args else next(iter(kwargs.values()), None)
+        dim = kwargs.get("dim", next(iter(args[1:2]), None)) if name in _CUMULATIVE else None
+        if isinstance(dim, int) and dim < 0 and isinstance(tensor, DTensor):  # by which torch finds no divided one
+            by_name = {name: dim + tensor.dim() for name in kwargs if name == "dim"}
+            args, kwargs = (tensor, *([] if by_name else [dim + tensor.dim()]), *args[2:]), {**kwargs, **by_name}
         with torch._C.DisableTorchFunctionSubclass():
             if name in _ATTRIBUTES or torch.compiler.is_compiling():
                 return function(*args, **kwargs)
@@ -120,7 +130,7 @@ class DividedTensorRules:
                 is_view = is_view or _is_view_of_plain(function, tensor, args[1:], kwargs)
             result = function(*args, **kwargs)
             if isinstance(result, DTensor) and result is not tensor:
-                result = _reduced(result)
+                result = self._reduced(result)
             for part in _leaves(result) if result is not tensor else ():
                 if isinstance(part, DTensor) and isinstance(tensor, DTensor):
                     _note_copy(part, tensor, is_view=is_view)
@@ -141,6 +151,19 @@ class DividedTensorRules:
             self._refuse(f"{name}(out=…)", _LOST)
         if name in _WRONG_OF_PARTS and any(map(_is_part, given)):
             self._refuse(f"{name}()", f"would be computed of each part by itself. Write {_WRONG_OF_PARTS[name]}.")
+
+    def _reduced(self, tensor: DTensor) -> DTensor:
+        """Return a tensor without parts of a norm, a maximum or a flag, which torch would add up in what follows."""
+        flags = tensor.dtype == torch.bool
+        partial = [
+            each.is_partial() and (flags or type(each) is not Partial or each.reduce_op != "sum")
+            for each in tensor.placements
+        ]
+        if not any(partial):
+            return tensor
+        self._meet(always=False)
+        pairs = zip(partial, tensor.placements, strict=True)
+        return tensor.redistribute(placements=[Replicate() if is_partial else each for is_partial, each in pairs])
 
     def _read(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return operator(self._whole_read(args[0]), **kwargs)
@@ -211,18 +234,6 @@ def _replicated(tensor: DTensor, view: str) -> DTensor:
         return tensor
     own: Any = tensor.detach()
     return own.redistribute(placements=[Replicate()] * len(pairs))  # type: ignore[no-any-return]
-
-
-def _reduced(tensor: DTensor) -> DTensor:
-    """Return a tensor without parts of a norm, a maximum or a flag, which torch would add up in the next operation."""
-    partial = [
-        each.is_partial() and (type(each) is not Partial or each.reduce_op != "sum" or tensor.dtype == torch.bool)
-        for each in tensor.placements
-    ]
-    if not any(partial):
-        return tensor
-    pairs = zip(partial, tensor.placements, strict=True)
-    return tensor.redistribute(placements=[Replicate() if is_partial else each for is_partial, each in pairs])
 
 
 def _is_view_of_plain(function: Any, tensor: DTensor, args: Any, kwargs: Any) -> bool:

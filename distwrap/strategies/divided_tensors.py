@@ -60,9 +60,9 @@ _rules: list[DividedTensorRules] = []
 _filters: list[Any] = []
 
 
-def _meet() -> None:
+def _meet(*, always: bool = True) -> None:
     """Wait for the other ranks to read the same number, or to gather the same weights."""
-    current_world().part(DividedTensors).rendezvous.read()
+    current_world().part(DividedTensors).rendezvous.read(always=always)
 
 
 def _refuse(what: str, why: str) -> NoReturn:

@@ -266,14 +266,17 @@ class Rendezvous:
         """
         self._come_to((self._number, unit, gradients))
 
-    def read(self) -> None:
+    def read(self, *, always: bool = True) -> None:
         """Note that a number of divided tensors is about to be read.
+
+        Args:
+            always: whether ranks are compared also where all of them have foreseen it.
 
         Raises:
             CollectiveError: another rank does something else.
         """
         self._reads += 1
-        self._come_to((self._number, READ, 0), self._reads)
+        self._come_to((self._number, READ, 0), self._reads if always else None)
 
     def held(self) -> Held:
         """Return the number of forwards, to compare ranks of which one may step more often than the others."""

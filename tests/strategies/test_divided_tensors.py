@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import distwrap as dw
 from distwrap import FSDPStrategy, distributed
-from distwrap.errors import ModelError
+from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.world import current_world
 from distwrap.testing import simulate
 from tests.plans import TP
@@ -334,6 +334,44 @@ def _amsgrad(foreach: bool) -> float:
 def test_the_larger_one_of_each_number(foreach: bool) -> None:
     """AMSGrad writes maxima into its own divided state."""
     assert max(simulate(_amsgrad, 2, foreach, strategy="fsdp")) < 1e-9
+
+
+def _along_a_divided_dimension() -> tuple[list[Any], list[str]]:
+    weight, said = dw.wrap_model(nn.Linear(2, 4)).weight, []
+    first = torch.tensor([1])
+    with torch.no_grad():
+        weight.fill_(1.0)
+        sums = [weight.cumsum(-2), torch.cumsum(weight, dim=-2), weight.cumprod(dim=-2) * 2]
+        for use in (
+            lambda: weight.index_add_(0, first, weight[:1].detach()),
+            lambda: weight.index_copy_(0, first, weight[:1].detach()),
+            lambda: weight.scatter_add_(0, torch.zeros_like(weight, dtype=torch.long), weight.clone()),
+        ):
+            with pytest.raises(ModelError) as caught:
+                use()
+            said.append(str(caught.value))
+    return [whole(each)[:, 0].tolist() for each in sums], said
+
+
+def test_rows_that_other_ranks_have() -> None:
+    """Sums along a divided dimension by its negative number are whole ones; rows added by their numbers are refused."""
+    for sums, said in simulate(_along_a_divided_dimension, 2, strategy="fsdp"):
+        assert sums == [[1.0, 2.0, 3.0, 4.0]] * 2 + [[2.0] * 4]
+        assert all("gathered_weights(model)" in words for words in said)
+
+
+def _reads_alone() -> None:
+    model = dw.wrap_model(nn.Linear(2, 4))
+    for step in range(3):
+        model(torch.ones(2, 2)).sum().backward()
+        if step == 1 and dw.rank() == 0:
+            model.weight.norm()
+
+
+def test_a_norm_on_one_rank_alone() -> None:
+    """It exchanges, and is an error with its cause before it waits for the others."""
+    with pytest.raises(CollectiveError, match="rank 0 takes a number of divided tensors"):
+        simulate(_reads_alone, 2, strategy="fsdp")
 
 
 def _real() -> tuple[float, float, list[str]]:

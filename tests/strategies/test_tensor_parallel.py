@@ -251,6 +251,10 @@ BETWEEN: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "noise": lambda block, h: h + torch.randn_like(h),
     "prelu": lambda block, h: F.prelu(h, torch.full((1,), 0.3, dtype=h.dtype)),
     "energy": _energy,
+    "rotated halves": lambda block, h: torch.cat([-h[..., 8:], h[..., :8]], -1),
+    "joined twice": lambda block, h: torch.cat([h, h * 2], -1)[..., 4:20],
+    "pairs": lambda block, h: torch.einsum("bli,blj->blij", h, h).mean(2) * 0.01,
+    "logsigmoid": lambda block, h: F.logsigmoid(h),
     "outer product": lambda block, h: torch.einsum("bli,blj->bij", h, h)[:, :1] + h,
 }
 

@@ -54,7 +54,7 @@ _RANDOM = (
 )
 _KEEPS_STATISTICS = ("batch_norm", "instance_norm")  # in tensors that are whole
 _NOT_IN_PARTS = (  # torch's DTensor computes something else, or only a forward, as of torch 2.13
-    *("prelu", "hardswish", "hardsigmoid", "hardtanh", "relu6", "logsigmoid", "softshrink", "hardshrink", "sgn"),
+    *("prelu", "hardswish", "hardsigmoid", "hardtanh", "relu6", "log_sigmoid", "softshrink", "hardshrink", "sgn"),
     *("copysign", "nextafter", "cov", "group_norm", "native_group_norm", "local_response_norm", "interpolate"),
     *("slice_scatter", "diagonal_scatter", "quantile", "nanquantile", "amin", "amax", "polar", "svd_lowrank"),
     *("binary_cross_entropy", "linear_cross_entropy", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
@@ -135,7 +135,7 @@ class TensorMath(TorchFunctionMode):
 
     def _of_divided(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Compute a function of which a tensor is divided."""
-        first = args[0] if args else next(iter(kwargs.values()))
+        first: Any = next(leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor))
         if func in _DROPOUTS:
             return self._dropped(func, *args, **kwargs)
         if name in _SPLITS and is_in_pieces(first.placements[0]):
