@@ -27,6 +27,7 @@ from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.precision import InPrecision
+from distwrap.strategies.pipeline.gradients import backward_of, linked
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
 from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward
 from distwrap.strategies.pipeline.streams import Streams
@@ -166,20 +167,31 @@ class WholePass:
             self._outputs[last] = trained_of(result)
         return _shared(result, group)
 
-    def backward(self, grads: list[torch.Tensor]) -> None:
-        """Compute gradients from those of the result's tensors, in their order."""
+    def backward(self, grads: list[Any]) -> None:
+        """Compute gradients from those of the result's tensors, in their order; ``None`` where there is none."""
         group = self._context.group
         for stage in reversed(group.own):
             outputs, received = self._outputs.pop(stage, []), self._received.pop(stage, [])
             if stage < group.stages - 1:
-                grads = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+                source, used = group.rank_of(stage + 1), torch.empty(len(outputs), device=group.device)
+                if outputs:
+                    dist.recv(used, source, group.group)
+                grads = [
+                    torch.empty_like(output, memory_format=torch.contiguous_format) if is_used else None
+                    for output, is_used in zip(outputs, used.tolist(), strict=True)
+                ]
                 for grad in grads:
-                    dist.recv(grad, group.rank_of(stage + 1), group.group)
-            if outputs:
-                torch.autograd.backward(outputs, grads, retain_graph=stage != group.own[0])
-            for tensor in trained_of(received):
-                grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                dist.send(grad.contiguous(), group.rank_of(stage - 1), group.group)
+                    if grad is not None:
+                        dist.recv(grad, source, group.group)
+            backward_of(outputs, grads, retain_graph=stage != group.own[0])
+            if trained := trained_of(received):
+                to, found = group.rank_of(stage - 1), [tensor.grad for tensor in trained]
+                dist.send(
+                    torch.tensor([float(grad is not None) for grad in found], device=group.device), to, group.group
+                )
+                for grad in found:
+                    if grad is not None:
+                        dist.send(grad.contiguous(), to, group.group)
 
 
 class SchedulePass:
@@ -266,8 +278,8 @@ class SchedulePass:
     def _stage(self, stage: int) -> PipelineStage:
         group = self._context.group
         is_last = stage == group.stages - 1
-        given = tensors_in(self._outputs[stage - 1]) if stage else []
-        returned = [torch.empty(1, dtype=self._loss_type)] if is_last else tensors_in(self._outputs[stage])
+        given = _with_marks(tensors_in(self._outputs[stage - 1])) if stage else []
+        returned = [torch.empty(1, dtype=self._loss_type)] if is_last else _with_marks(tensors_in(self._outputs[stage]))
         made = PipelineStage(
             _Part(self, stage),
             stage,
@@ -281,18 +293,40 @@ class SchedulePass:
         return made
 
     def part(self, stage: int, received: tuple[torch.Tensor, ...], number: int) -> Any:
-        """Run a stage's part of a microbatch."""
+        """Run a stage's part of a microbatch.
+
+        torch's schedule sends zeros for a gradient that there is not. So beside the tensors go marks, whose gradients
+        say which tensors have one.
+        """
         is_last = stage == self._context.group.stages - 1
+        outputs = [self._nothing()] if is_last else [*map(self._zeros, tensors_in(self._outputs[stage]))]
         if self._error is None:
             try:
-                return self._computed(stage, received, number, is_last)
+                outputs = self._computed(stage, received, number, is_last)
             except Exception as error:  # noqa: BLE001 - raised when no stage waits any more
                 self._error = error
-        if is_last:
-            return _nothing(received, self._loss_type, self._device)
-        return tuple(map(self._zeros, tensors_in(self._outputs[stage])))
+        trained = trained_of(outputs)
 
-    def _computed(self, stage: int, received: tuple[torch.Tensor, ...], number: int, is_last: bool) -> Any:
+        def hand_on(grads: list[Any]) -> None:
+            grads, marks = (grads, [1.0]) if is_last else (grads[:-1], grads[-1].tolist())
+            backward_of(trained, [grad if mark else None for grad, mark in zip(grads, marks, strict=True)])
+            if given := trained_of(received):
+                *tensors, mark = given
+                mark.grad = mark.new_tensor([float(tensor.grad is not None) for tensor in tensors])
+                for tensor in tensors:
+                    tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+        sent = [tensor.detach() for tensor in outputs]
+        passed = [plain for plain, tensor in zip(sent, outputs, strict=True) if tensor.requires_grad]
+        if passed and not is_last:
+            marks = _marks(passed).to(self._device)
+            sent, passed = [*sent, marks], [*passed, marks]
+        sent = linked(sent, passed, hand_on) if passed else sent
+        return sent[0] if is_last else tuple(sent)
+
+    def _computed(
+        self, stage: int, received: tuple[torch.Tensor, ...], number: int, is_last: bool
+    ) -> list[torch.Tensor]:
         runner, _, _, streams, in_precision = self._context
         blocks, found = runner.blocks, []
 
@@ -315,7 +349,7 @@ class SchedulePass:
             runner.refuse_remote(output, f"the output of stage {stage}")
             sent = list(map(_widened, tensors_in(output), tensors_in(self._outputs[stage])))
             _check_like(sent, self._outputs[stage], stage)
-            return tuple(tensor.contiguous() for tensor in sent)
+            return [tensor.contiguous() for tensor in sent]
         if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
             raise ModelError(
                 f"the method that loss= names returns a {type(result).__name__}, and under strategy='pipeline' it "
@@ -327,10 +361,10 @@ class SchedulePass:
         loss, factor = in_precision.precision.outputs(result), self._factors[number]
         self._dtype = loss.dtype
         if not factor:  # nothing counts, and the loss may be NaN
-            return _nothing(received or tuple(trained_of(output)), self._loss_type, self._device)
+            return [self._nothing()]
         weighted = loss.reshape(1).to(self._loss_type) * factor
         self._losses.append(weighted.detach())
-        return weighted * self._scale
+        return [weighted * self._scale]
 
     def _unequal(self, whole: Any, total: float) -> Exception | None:
         """Return an error if the loss of the whole batch, from the outputs of the last block, is not the sum."""
@@ -358,6 +392,9 @@ class SchedulePass:
             "compares samples with each other, or draws random numbers, takes microbatches=1."
         )
 
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=self._loss_type, device=self._device, requires_grad=True)
+
     def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
         made = torch.zeros(tensor.size(), dtype=tensor.dtype, device=self._device)
         return made.requires_grad_(tensor.requires_grad)
@@ -383,10 +420,13 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum()
 
 
-def _nothing(received: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a loss of zero, whose gradients for what a stage has received are zeros, whatever that is."""
-    loss = torch.zeros(1, dtype=dtype, device=device, requires_grad=True)
-    return sum((each.reshape(-1)[:0].sum().to(dtype) for each in received if each.requires_grad), loss + 0)
+def _marks(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.zeros(len(tensors), dtype=torch.float32)
+
+
+def _with_marks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    trained = trained_of(tensors)
+    return [*tensors, _marks(trained).requires_grad_()] if trained else tensors
 
 
 def _bound(receive: Any, stage: int) -> Any:

@@ -1,0 +1,143 @@
+"""What a model in stages trains, passes on and counts is what one process would, or a named error comes before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap.strategies.pipeline import PipelineStrategy
+
+WIDTH, ROWS = 6, 8
+SCHEDULES: tuple[dict[str, Any], ...] = ({}, {"loss": "loss"}, {"loss": "loss", "schedule": "interleaved"})
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Stem, blocks, and two heads."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.last, self.beside = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.features(x))
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self(x) - y).square().mean()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return x, x.sum(1, keepdim=True)
+
+
+def trained(make: Any, step: Any, steps: int = 3) -> dict[str, Any]:
+    """Train a model with AdamW, which would change parameters by gradients of zeros; return losses and its state."""
+    torch.manual_seed(0)
+    model = dw.wrap_model(make().double())
+    optimizer = dw.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+    losses = []
+    for number in range(steps):
+        loss = step(model, number)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = PipelineStrategy().state(model, everywhere=True) if dw.world_size() > 1 else model.state_dict()
+    return {"losses": torch.tensor(losses), **{name: tensor.clone() for name, tensor in state.items()}}
+
+
+def ranks(body: Any, *args: Any, **options: Any) -> list[Any]:
+    strategy = PipelineStrategy(**options)
+    return dw.distributed(strategy=strategy, nprocs=2, returns="all", launcher="simulate")(body)(*args)
+
+
+def same_as_one_process(make: Any, step: Any, **options: Any) -> None:
+    expected = trained(make, step)
+    for found in ranks(trained, make, step, **options):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9, check_dtype=False)
+
+
+def by_loss(model: Any, number: int) -> torch.Tensor:
+    return model.loss(*batch(number))
+
+
+# Parameters that a loss does not use
+
+
+class TwoHeads(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.features(x)
+        return self.last(x), self.beside(x)
+
+
+def first_head(model: Any, number: int) -> torch.Tensor:
+    first, second = model(batch(number)[0])
+    return first.square().mean() + (second.square().mean() if number == 0 else 0)
+
+
+def test_a_result_that_is_not_used_has_no_gradient() -> None:
+    """A head whose result the loop leaves out of the loss gets no gradient, so AdamW leaves it as it is."""
+    same_as_one_process(TwoHeads, first_head)
+
+
+class Scale(torch.autograd.Function):
+    """Function of a user, to which autograd gives zeros where there is no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, by)
+        return x * by
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, by = ctx.saved_tensors
+        return grad * by, (grad * x).sum()
+
+
+class ScaledBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(Scale.apply(x, self.by))  # type: ignore[no-untyped-call]
+
+
+class Cut(Net):
+    """Model in which no gradient goes back from its second half, between its stages or within one."""
+
+    def __init__(self) -> None:
+        super().__init__(ScaledBlock)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x.detach() if number == 2 else x)
+        return x
+
+
+@pytest.mark.parametrize("options", [*SCHEDULES, {"loss": "loss", "schedule": "gpipe"}], ids=str)
+def test_no_gradient_goes_back_through_detach(options: dict[str, Any]) -> None:
+    """Stages before a detach() get no gradient, not even zeros, under any schedule."""
+    same_as_one_process(Cut, by_loss, **options)
