@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import distwrap as dw
+from distwrap.errors import ModelError
 from distwrap.strategies.pipeline import PipelineStrategy
 
 WIDTH, ROWS = 6, 8
@@ -141,3 +142,73 @@ class Cut(Net):
 def test_no_gradient_goes_back_through_detach(options: dict[str, Any]) -> None:
     """Stages before a detach() get no gradient, not even zeros, under any schedule."""
     same_as_one_process(Cut, by_loss, **options)
+
+
+# Python values that blocks pass on
+
+
+class Warm(Block):
+    """Block that passes on a Python number."""
+
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        x, heat, *more = given
+        return super().forward(x) * heat, 1.1 * heat, *more
+
+
+class Heated(Net):
+    heat = 1.0
+
+    def __init__(self, block: type[nn.Module] = Warm) -> None:
+        super().__init__(block)
+
+    def forward(self, x: torch.Tensor, heat: float = 1.0) -> Any:
+        given: Any = (self.first(x), heat * self.heat)
+        for block in self.blocks:
+            given = block(given)
+        return self.last(given[0])
+
+    def loss(self, x: torch.Tensor, heat: float, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (self(x, heat) - y).square().mean()
+
+
+def heated(model: Any, number: int) -> torch.Tensor:
+    x, y = batch(number)
+    dw.unwrap_model(model).heat = 1.0 + 0.2 * (number % 2)
+    return model.loss(x, 1.0 + 0.1 * number, y)
+
+
+@pytest.mark.parametrize("options", SCHEDULES[1:], ids=str)
+def test_python_values_that_blocks_pass_on_are_those_of_each_pass(options: dict[str, Any]) -> None:
+    """A number that goes from block to block follows from this pass's arguments and attributes, not from the first's."""
+    same_as_one_process(Heated, heated, **options)
+
+
+class Measured(Block):
+    """Block that passes on a Python number which it has read from a tensor."""
+
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        x, most = given
+        x = super().forward(x * (1 + most))
+        return x, 0.1 * x.detach().abs().max().item()
+
+
+def measured(expected: dict[str, Any]) -> None:
+    model = dw.wrap_model(Heated(Measured).double())
+    x, y = batch(0)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"'blocks\.1' has passed on other Python values .* as a tensor"):
+            model.loss(x[:2], 0.5, y[:2])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(model(x[:2], 0.5), expected["output"], rtol=0, atol=1e-9)
+
+
+def test_a_python_number_computed_from_a_tensor_is_refused_where_it_cannot_be_passed_on() -> None:
+    """With loss= it is an error on all ranks before any gradient, and without it the number is passed on."""
+    torch.manual_seed(0)
+    expected = {"output": Heated(Measured).double()(batch(0)[0][:2], 0.5).detach()}
+
+    def body() -> None:
+        torch.manual_seed(0)
+        measured(expected)
+
+    ranks(body, loss="loss", microbatches=1)

@@ -6,8 +6,10 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,7 @@ from distwrap.strategies.pipeline.gradients import backward_of, linked
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
 from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward
 from distwrap.strategies.pipeline.streams import Streams
+from distwrap.seeding import mix
 from distwrap.wording import named_ranks
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -130,7 +133,7 @@ class WholePass:
         left = [(stage, do) for stage in group.own for do in ("receive", "send")]  # in this order
         left = [each for each in left if each not in ((0, "receive"), (last, "send"))]
 
-        def receive(stage: int) -> Any:
+        def receive(stage: int, _: Any) -> Any:
             left.remove((stage, "receive"))
             output = _received(group, stage)
             self._received[stage] = tensors_in(output)
@@ -147,7 +150,7 @@ class WholePass:
                     raise StopForward
 
         own = {number for stage in group.own for number in blocks.of_stage(stage)}
-        starts = {blocks.ends[stage - 1] - 1: _bound(receive, stage) for stage in group.own if stage}
+        starts = {blocks.ends[stage - 1] - 1: partial(receive, stage) for stage in group.own if stage}
         result, error = None, None
         with streams.of_pass():
             try:
@@ -214,6 +217,7 @@ class SchedulePass:
         self._factors: Sequence[float] = ()
         self._scale, self._checks = 1.0, False
         self._losses: list[torch.Tensor] = []
+        self._passed: list[float] = []
         self._kept: list[Any] = []
         self._error: Exception | None = None
         self._autocast = torch.float32, False
@@ -245,9 +249,10 @@ class SchedulePass:
             scale: the factor of the loss in its backward.
             whole: the arguments of the batch, to compare its loss with the sum; ``None``: no comparison.
         """
+        kind, context = self._device.type, self._context
         self._method, self._parts, self._factors, self._scale = method, parts, factors, scale
         self._losses, self._kept, self._error, self._checks = [], [], None, whole is not None
-        kind, context = self._device.type, self._context
+        self._passed = [0.0] * context.group.stages  # what each stage has passed on, less what the next one took it for
         self._autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         numbers, outcome = torch.arange(self._count), [0.0, 0.0]
         try:
@@ -259,7 +264,18 @@ class SchedulePass:
                     outcome = [total, float(_DTYPES.index(self._dtype))]
                     if whole is not None:
                         self._error = self._unequal(whole, total)
-            total, dtype = context.end(self._error, outcome)
+            total, dtype, *differ = context.end(self._error, [*outcome, *self._passed])
+            if any(differ):
+                stage = next(stage for stage, number in enumerate(differ) if number)
+                block = context.runner.blocks.names[context.runner.blocks.ends[stage] - 1]
+                raise StageError(
+                    ModelError(
+                        f"the block {block!r} has passed on other Python values than it does without "
+                        "its numbers, as where a number is computed with item() or float(). With loss= only tensors "
+                        "and what follows from the arguments go from stage to stage: pass such a number on as a "
+                        "tensor; or leave loss= out, and compute the loss from model(x)."
+                    )
+                )
             return torch.tensor(total, dtype=_DTYPES[int(dtype)], device=self._device)
         finally:
             self._method, self._parts, self._losses, self._kept, self._error = _loss, (), [], [], None
@@ -336,9 +352,11 @@ class SchedulePass:
                 if not is_last:
                     raise StopForward
 
-        def start() -> Any:
-            tensors = iter(received)
-            return map_tensors(lambda _: next(tensors).clone(), self._outputs[stage - 1])
+        def start(hollow: Callable[[], Any]) -> Any:
+            expected, tensors = hollow(), iter(received)  # with the plain values of this very run
+            self._passed[stage - 1] -= _told(expected, number)
+            _check_like(tensors_in(expected), self._outputs[stage - 1], stage - 1)
+            return map_tensors(lambda _: next(tensors).clone(), expected)
 
         starts = {blocks.ends[stage - 1] - 1: start} if stage else {}
         given = map_tensors(torch.clone, self._parts[number])  # which a method may change, once for each stage
@@ -349,6 +367,7 @@ class SchedulePass:
             runner.refuse_remote(output, f"the output of stage {stage}")
             sent = list(map(_widened, tensors_in(output), tensors_in(self._outputs[stage])))
             _check_like(sent, self._outputs[stage], stage)
+            self._passed[stage] += _told(output, number)
             return [tensor.contiguous() for tensor in sent]
         if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
             raise ModelError(
@@ -375,7 +394,7 @@ class SchedulePass:
         together = map_tensors(lambda _: next(tensors), outputs[0])
         try:
             with torch.no_grad(), streams.beside(), streams.of_microbatch(0), in_precision.context():
-                starts = {last: lambda: together}
+                starts = {last: lambda _: together}
                 run = lambda: runner.run(self._method, whole, (), starts, lambda *_: None)  # noqa: E731
                 expected = float(in_precision.precision.outputs(runner.apart(lambda buffer, _: buffer.clone(), run)))
         except Exception as error:  # noqa: BLE001 - raised when no stage waits any more
@@ -429,10 +448,6 @@ def _with_marks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [*tensors, _marks(trained).requires_grad_()] if trained else tensors
 
 
-def _bound(receive: Any, stage: int) -> Any:
-    return lambda: receive(stage)
-
-
 def _widened(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return a tensor in the type that is expected, if that is wider, since autocast does not know remote ones."""
     known = expected.dtype
@@ -441,6 +456,25 @@ def _widened(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}{' with a gradient' if tensor.requires_grad else ''}"
+
+
+def _told(value: Any, number: int) -> float:
+    """Return a number for the structure and the plain values of what a block returns for a microbatch."""
+    return float(mix(number, str(_plain(value, 4))) % 2**40)
+
+
+def _plain(value: Any, depth: int) -> Any:
+    kind = type(value).__qualname__
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, (bool, int, float, complex, str, bytes, Enum)):
+        return kind, repr(value)
+    if isinstance(value, (list, tuple)):
+        return kind, [_plain(each, depth) for each in value]
+    if isinstance(value, Mapping):
+        return kind, [(str(key), _plain(each, depth)) for key, each in value.items()]
+    inside = None if isinstance(value, nn.Module) or not depth else getattr(value, "__dict__", None)
+    return kind, inside and _plain(dict(inside), depth - 1)
 
 
 def _check_like(output: Any, expected: Any, stage: int) -> None:

@@ -21,6 +21,7 @@ from distwrap.strategies.pipeline.streams import Streams
 
 Method = Callable[..., Any]
 After = Callable[[int, Any], None]
+Start = Callable[[Callable[[], Any]], Any]
 
 
 class StopForward(BaseException):
@@ -55,16 +56,15 @@ class StageRunner:
         for block, own in zip(self.blocks.blocks, self._before, strict=True):
             put_back_calls(block, own)
 
-    def run(
-        self, method: Method, given: Any, own: Collection[int], starts: Mapping[int, Callable[[], Any]], after: After
-    ) -> Any:
+    def run(self, method: Method, given: Any, own: Collection[int], starts: Mapping[int, Start], after: After) -> Any:
         """Run a method.
 
         Args:
             method: the method of the user's model.
             given: its arguments.
             own: the indices of the blocks to compute here.
-            starts: by index of a block, what gives the output in its place.
+            starts: by index of a block, what gives the output in its place. It gets a function that returns the output
+                without numbers.
             after: called with the index and the output of each other block; it may raise `StopForward`.
 
         Returns:
@@ -92,7 +92,7 @@ class StageRunner:
                 )
             with self._streams.of_block(number):
                 if number in starts:
-                    return starts[number]()
+                    return starts[number](partial(self._without_numbers, number, args, kwargs))
                 if number in own:
                     self.refuse_remote((args, kwargs), f"the block {names[number]!r}")
                     output = call(*args, **kwargs)
