@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import distwrap as dw
-from distwrap.errors import ModelError
+from distwrap.errors import CollectiveError, ModelError
 from distwrap.strategies.pipeline import PipelineStrategy
 
 WIDTH, ROWS = 6, 8
@@ -179,7 +179,7 @@ def heated(model: Any, number: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", SCHEDULES[1:], ids=str)
 def test_python_values_that_blocks_pass_on_are_those_of_each_pass(options: dict[str, Any]) -> None:
-    """A number that goes from block to block follows from this pass's arguments and attributes, not from the first's."""
+    """A number that goes from block to block follows from this pass's arguments and attributes, not the first's."""
     same_as_one_process(Heated, heated, **options)
 
 
@@ -212,3 +212,101 @@ def test_a_python_number_computed_from_a_tensor_is_refused_where_it_cannot_be_pa
         measured(expected)
 
     ranks(body, loss="loss", microbatches=1)
+
+
+# What cannot be sent
+
+
+class Wrapped(Block):
+    """Block that passes on an instance of a class that pickle does not find."""
+
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        class Own:
+            x: torch.Tensor
+
+        own = Own()
+        own.x = super().forward(getattr(given, "x", given))
+        return own
+
+
+class Wraps(Net):
+    def __init__(self) -> None:
+        super().__init__(Wrapped)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return super().features(x).x  # type: ignore[attr-defined,no-any-return]
+
+
+class Returns(Net):
+    """Model whose last stage returns what no other rank can get."""
+
+    kind = "local"
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.last(self.features(x))
+        return x.to_sparse() if self.kind == "sparse" else lambda: x
+
+
+class Encoder(Net):
+    """Encoder of torch, whose fast path in evaluation makes nested tensors."""
+
+    def __init__(self, nested: bool = True) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=nested)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        ends = torch.arange(3) >= 1 + (x[:, :2] > 0).sum(1, keepdim=True)
+        x = x[:, None, :].expand(-1, 3, -1) * torch.arange(1.0, 4)[:, None]
+        h = self.blocks(self.first(x), src_key_padding_mask=ends)  # type: ignore[operator]
+        return self.last(h.masked_fill(ends[..., None], 0.0).sum(1))
+
+
+def refused(make: Any, why: str, **attributes: Any) -> None:
+    torch.manual_seed(0)
+    net = make().double()
+    vars(net).update(attributes)
+    model = dw.wrap_model(net).eval()
+    for _ in range(2):  # and no rank is left behind
+        with pytest.raises((ModelError, CollectiveError), match=why), torch.no_grad():
+            model(batch(0)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "why", "attributes"),
+    [
+        (Wraps, "cannot be sent to the other stages: .*Own", {}),
+        (Returns, "cannot be sent to the other stages: .*lambda", {}),
+        (Returns, "cannot be sent to the other stages: .*sparse", {"kind": "sparse"}),
+        (Encoder, "enable_nested_tensor=False", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_cannot_be_sent_is_an_error_on_all_ranks(make: Any, why: str, attributes: dict[str, Any]) -> None:
+    """A nested or sparse tensor, and what pickle does not know, is refused by name on each rank, and none waits."""
+    ranks(lambda: refused(make, f"(?s){why}", **attributes))
+
+
+def encoded() -> torch.Tensor:
+    torch.manual_seed(0)
+    model = dw.wrap_model(Encoder(nested=False).double()).eval()
+    with torch.no_grad():
+        return model(batch(0)[0])  # type: ignore[no-any-return]
+
+
+def test_an_encoder_without_nested_tensors_evaluates() -> None:
+    """The spelling that the error names gives what one process computes."""
+    expected = encoded()
+    for found in ranks(encoded):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+class MaskedEncoder(Encoder):
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+def test_an_encoder_trains_with_a_padding_mask(options: dict[str, Any]) -> None:
+    """Code that every rank can run, as on the arguments, writes in place, also before the first pass of a schedule."""
+    same_as_one_process(MaskedEncoder, by_loss, **options)

@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -29,11 +30,12 @@ from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.precision import InPrecision
+from distwrap.seeding import mix
 from distwrap.strategies.pipeline.gradients import backward_of, linked
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
+from distwrap.strategies.pipeline.remote import NESTED
 from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward
 from distwrap.strategies.pipeline.streams import Streams
-from distwrap.seeding import mix
 from distwrap.wording import named_ranks
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -144,8 +146,8 @@ class WholePass:
             if number in own and stage is not None and stage != last:
                 runner.refuse_remote(output, f"the output of the block {blocks.names[number]!r}")
                 self._outputs[stage] = trained_of(output)
-                left.remove((stage, "send"))
                 _send(output, group, stage)
+                left.remove((stage, "send"))
                 if stage == group.own[-1]:
                     raise StopForward
 
@@ -157,6 +159,8 @@ class WholePass:
                 with streams.of_microbatch(0), in_precision.context():
                     result = runner.run(method, given, own, starts, after)
                 result = in_precision.precision.outputs(result)
+                if group.has_last:
+                    _hollow(result)
             except Exception as raised:  # noqa: BLE001 - raised when no stage waits any more
                 error = raised
             for stage, do in left:  # after an error
@@ -490,7 +494,26 @@ def _check_like(output: Any, expected: Any, stage: int) -> None:
 
 
 def _hollow(value: Any) -> Any:
-    return map_tensors(lambda each: each.detach().to("meta").requires_grad_(each.requires_grad), value)
+    """Return a value without numbers, which can be pickled.
+
+    Raises:
+        ModelError: it cannot be sent.
+    """
+    for tensor in tensors_in(value):
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise ModelError(
+                "a stage's output or result cannot be sent to the other stages: it has a sparse or nested tensor. Let "
+                f"the model return dense ones. {NESTED}"
+            )
+    hollow = map_tensors(lambda each: each.detach().to("meta").requires_grad_(each.requires_grad), value)
+    try:
+        pickle.dumps(hollow)
+    except Exception as error:
+        raise ModelError(
+            f"a stage's output or result cannot be sent to the other stages: {error}. Let the model return tensors, "
+            "numbers, and instances of classes that are defined at the top of a module."
+        ) from error
+    return hollow
 
 
 def _filled(hollow: Any, group: StageGroup) -> Any:
