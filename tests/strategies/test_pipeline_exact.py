@@ -310,3 +310,58 @@ class MaskedEncoder(Encoder):
 def test_an_encoder_trains_with_a_padding_mask(options: dict[str, Any]) -> None:
     """Code that every rank can run, as on the arguments, writes in place, also before the first pass of a schedule."""
     same_as_one_process(MaskedEncoder, by_loss, **options)
+
+
+# Buffers, where a rank has several stages
+
+
+class CountingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(()))
+        nn.utils.parametrizations.spectral_norm(self.up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean())
+        return super().forward(self.norm(x))
+
+
+class Counting(Net):
+    """Model with statistics in its stem, its blocks and its head, and counts of its own."""
+
+    counts_after = False
+
+    def __init__(self) -> None:
+        super().__init__(CountingBlock)
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(WIDTH))  # type: ignore[assignment]
+        self.last = nn.Sequential(nn.BatchNorm1d(WIDTH), self.last)  # type: ignore[assignment]
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("again", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        self.again = self.again + 1
+        x = super().forward(x)
+        if self.counts_after:
+            self.calls += 1
+        return x
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+def test_buffers_change_once(options: dict[str, Any]) -> None:
+    """Statistics and counts are those of one process, also where a rank runs the code around its blocks twice."""
+    same_as_one_process(Counting, by_loss, **options, **({"microbatches": 1} if options else {}))
+
+
+def counted_after() -> None:
+    net = Counting().double()
+    net.counts_after = True
+    model = dw.wrap_model(net)
+    with pytest.raises((ModelError, CollectiveError), match=r"'calls' is changed after the blocks.*schedule='1f1b'"):
+        model.loss(*batch(0))
+
+
+def test_a_buffer_that_is_changed_before_and_after_the_blocks_is_refused_where_a_rank_has_several_stages() -> None:
+    """What would be counted twice or not at all is an error before any gradient."""
+    ranks(counted_after, loss="loss", schedule="interleaved", microbatches=1)

@@ -348,7 +348,7 @@ class SchedulePass:
         self, stage: int, received: tuple[torch.Tensor, ...], number: int, is_last: bool
     ) -> list[torch.Tensor]:
         runner, _, _, streams, in_precision = self._context
-        blocks, found = runner.blocks, []
+        blocks, found, buffers = runner.blocks, [], []
 
         def after(index: int, output: Any) -> None:
             if index + 1 == blocks.ends[stage]:
@@ -358,14 +358,16 @@ class SchedulePass:
 
         def start(hollow: Callable[[], Any]) -> Any:
             expected, tensors = hollow(), iter(received)  # with the plain values of this very run
+            buffers.append(runner.versions())
             self._passed[stage - 1] -= _told(expected, number)
             _check_like(tensors_in(expected), self._outputs[stage - 1], stage - 1)
             return map_tensors(lambda _: next(tensors).clone(), expected)
 
         starts = {blocks.ends[stage - 1] - 1: start} if stage else {}
         given = map_tensors(torch.clone, self._parts[number])  # which a method may change, once for each stage
+        run = lambda: runner.run(self._method, given, blocks.of_stage(stage), starts, after)  # noqa: E731
         with streams.of_microbatch(number), torch.autocast(self._device.type, *self._autocast), in_precision.context():
-            result = runner.run(self._method, given, blocks.of_stage(stage), starts, after)
+            result = run() if stage == self._context.group.own[0] else self._again(run, stage, buffers)
         (output,) = found
         if not is_last:
             runner.refuse_remote(output, f"the output of stage {stage}")
@@ -389,6 +391,29 @@ class SchedulePass:
         self._losses.append(weighted.detach())
         return [weighted * self._scale]
 
+    def _again(self, run: Callable[[], Any], stage: int, buffers: list[Any]) -> Any:
+        """Run a later stage of this rank, before which the code around the blocks has run here for the first one.
+
+        What that code counts in buffers is counted already.
+        """
+        runner, keep = self._context.runner, self._context.placement.only_in(stage)
+
+        def watched() -> Any:
+            begun, result = runner.versions(), run()
+            started, ended = buffers[0], runner.versions()
+            for name in ended:
+                since, until = (begun, started) if name in keep else (started, ended)
+                if since[name][0] is not until[name][0] or since[name][1] != until[name][1]:
+                    raise ModelError(
+                        f"the buffer {name!r} is changed {'before' if name in keep else 'after'} the blocks, and "
+                        "schedule='interleaved' runs the code around them for each stage of a rank, so that it would "
+                        "be changed twice or not at all. Register what is changed before the blocks before them, and "
+                        "what is changed after them after them; or use schedule='1f1b'."
+                    )
+            return result
+
+        return runner.apart(watched, keep)
+
     def _unequal(self, whole: Any, total: float) -> Exception | None:
         """Return an error if the loss of the whole batch, from the outputs of the last block, is not the sum."""
         runner, _, _, streams, in_precision = self._context
@@ -400,7 +425,7 @@ class SchedulePass:
             with torch.no_grad(), streams.beside(), streams.of_microbatch(0), in_precision.context():
                 starts = {last: lambda _: together}
                 run = lambda: runner.run(self._method, whole, (), starts, lambda *_: None)  # noqa: E731
-                expected = float(in_precision.precision.outputs(runner.apart(lambda buffer, _: buffer.clone(), run)))
+                expected = float(in_precision.precision.outputs(runner.apart(run)))
         except Exception as error:  # noqa: BLE001 - raised when no stage waits any more
             return error
         rough = {torch.float64: 1e-9, torch.float32: 1e-4}.get(self._dtype, 2e-2)
