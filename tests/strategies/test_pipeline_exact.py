@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import distwrap as dw
+from distwrap._internals.torch_autograd import look_at_backwards
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.strategies.pipeline import PipelineStrategy
 
@@ -365,3 +368,78 @@ def counted_after() -> None:
 def test_a_buffer_that_is_changed_before_and_after_the_blocks_is_refused_where_a_rank_has_several_stages() -> None:
     """What would be counted twice or not at all is an error before any gradient."""
     ranks(counted_after, loss="loss", schedule="interleaved", microbatches=1)
+
+
+# What a loss's target is
+
+
+class Padded(Net):
+    """Model whose loss is a mean over the targets that are not 0."""
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        kept = (y != 0).to(x.dtype)
+        return scale * ((self(x) - y).square() * kept).sum() / kept.sum()
+
+
+def counted(y: torch.Tensor) -> torch.Tensor:
+    return (y != 0).sum()
+
+
+def padded(call: Any) -> Any:
+    def step(model: Any, number: int) -> torch.Tensor:
+        x, y = batch(number)
+        y[: 3 + number] = 0
+        return call(model, x, y)  # type: ignore[no-any-return]
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda model, x, y: model.loss(y=y, x=x), lambda model, x, y: model.loss(x, y, 0.5)],
+    ids=["other order", "option"],
+)
+def test_weight_gets_the_target_however_the_call_is_written(call: Any) -> None:
+    """The target is the last tensor in the order of the method's signature, and not of the call."""
+    same_as_one_process(Padded, padded(call), loss="loss", weight=counted)
+
+
+# One optimizer over two models
+
+
+def gone(folder: Any) -> None:
+    torch.manual_seed(0)
+    first, second = Net().double(), Net().double()
+    kept, lost = dw.wrap_model(first), dw.wrap_model(second)
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+    (kept(batch(0)[0]).mean() + lost(batch(0)[0]).mean()).backward()
+    optimizer.step()
+    del lost
+    gc.collect()
+    for use in (
+        lambda: dw.save({"optimizer": optimizer}, folder / "file"),
+        lambda: dw.optimizer_step(optimizer, max_norm=1.0),
+    ):
+        with pytest.raises(ModelError, match="wrapper is gone"):
+            use()
+
+
+def test_an_optimizer_over_a_model_whose_wrapper_is_gone_is_refused(tmp_path: Path) -> None:
+    """Its state on other ranks would be lost in a file, and its gradients in a norm."""
+    ranks(gone, tmp_path)
+
+
+def test_looks_at_backwards_end_in_any_order() -> None:
+    """Ranks that are threads look at backwards, each at all of them; the last to end leaves torch as it was."""
+    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # tests/house counts what is ours
+    seen: list[str] = []
+    weight = torch.ones(1, requires_grad=True)
+    first = look_at_backwards(lambda *_: seen.append("first"))
+    second = look_at_backwards(lambda *_: seen.append("second"))
+    torch.autograd.grad(weight.sum(), weight)
+    assert sorted(seen) == ["first", "second"]
+    first()
+    torch.autograd.grad(weight.sum(), weight)
+    assert seen[2:] == ["second"]
+    second()
+    assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]

@@ -436,7 +436,7 @@ class SchedulePass:
         return ModelError(
             f"check=True: the loss of this batch is {expected:.9g}, and {self._count} microbatches give {total:.9g}. "
             "If it is a sum over the batch, say reduction='sum'; if it is a mean over what counts, as words that are "
-            "no padding, say weight=, a function of the last argument that returns how many count in it. A loss that "
+            "no padding, say weight=, a function of the target that returns how many count in it. A loss that "
             "compares samples with each other, or draws random numbers, takes microbatches=1."
         )
 

@@ -135,7 +135,7 @@ class StageRunner:
         return outputs
 
     def apart(self, run: Callable[[], Any], keep: Collection[str] = ()) -> Any:
-        """Run a function with other tensors in the place of the buffers, which so stay as they are, except for `keep`."""
+        """Run a function with other tensors in the place of the buffers, which so stay as they are, but for `keep`."""
         inside = tuple(f"{name}." for name in self.blocks.names)
         instead = {
             f"net.{name}": RemoteTensor.like(buffer, name) if name.startswith(inside) else buffer.clone()
