@@ -99,8 +99,7 @@ def look_at_backwards(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> C
         A function that ends this.
     """
     module = vars(torch.autograd)
-    own = module.get(_ENGINE)
-    if own is None:
+    if _ENGINE not in module:
         return lambda: None
 
     def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +117,7 @@ def look_at_backwards(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> C
 
     with _changing:
         _looks.append(look)
+        own = module[_ENGINE]
         if not _placed:  # once, for all ranks that are threads of one process, whose runs end in any order
             _placed.append((own, run))
             module[_ENGINE] = run

@@ -125,7 +125,7 @@ class ScaledBlock(Block):
         self.by = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(Scale.apply(x, self.by))  # type: ignore[no-untyped-call]
+        return super().forward(Scale.apply(x, self.by))
 
 
 class Cut(Net):
@@ -153,7 +153,7 @@ def test_no_gradient_goes_back_through_detach(options: dict[str, Any]) -> None:
 class Warm(Block):
     """Block that passes on a Python number."""
 
-    def forward(self, given: Any) -> Any:  # type: ignore[override]
+    def forward(self, given: Any) -> Any:
         x, heat, *more = given
         return super().forward(x) * heat, 1.1 * heat, *more
 
@@ -170,7 +170,7 @@ class Heated(Net):
             given = block(given)
         return self.last(given[0])
 
-    def loss(self, x: torch.Tensor, heat: float, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def loss(self, x: torch.Tensor, heat: float, y: torch.Tensor) -> torch.Tensor:
         return (self(x, heat) - y).square().mean()
 
 
@@ -189,7 +189,7 @@ def test_python_values_that_blocks_pass_on_are_those_of_each_pass(options: dict[
 class Measured(Block):
     """Block that passes on a Python number which it has read from a tensor."""
 
-    def forward(self, given: Any) -> Any:  # type: ignore[override]
+    def forward(self, given: Any) -> Any:
         x, most = given
         x = super().forward(x * (1 + most))
         return x, 0.1 * x.detach().abs().max().item()
@@ -223,7 +223,7 @@ def test_a_python_number_computed_from_a_tensor_is_refused_where_it_cannot_be_pa
 class Wrapped(Block):
     """Block that passes on an instance of a class that pickle does not find."""
 
-    def forward(self, given: Any) -> Any:  # type: ignore[override]
+    def forward(self, given: Any) -> Any:
         class Own:
             x: torch.Tensor
 
@@ -237,7 +237,7 @@ class Wraps(Net):
         super().__init__(Wrapped)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        return super().features(x).x  # type: ignore[attr-defined,no-any-return]
+        return super().features(x).x
 
 
 class Returns(Net):
@@ -256,12 +256,12 @@ class Encoder(Net):
     def __init__(self, nested: bool = True) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)
-        self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=nested)  # type: ignore[assignment]
+        self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=nested)
 
     def forward(self, x: torch.Tensor) -> Any:
         ends = torch.arange(3) >= 1 + (x[:, :2] > 0).sum(1, keepdim=True)
         x = x[:, None, :].expand(-1, 3, -1) * torch.arange(1.0, 4)[:, None]
-        h = self.blocks(self.first(x), src_key_padding_mask=ends)  # type: ignore[operator]
+        h = self.blocks(self.first(x), src_key_padding_mask=ends)
         return self.last(h.masked_fill(ends[..., None], 0.0).sum(1))
 
 
@@ -294,7 +294,7 @@ def encoded() -> torch.Tensor:
     torch.manual_seed(0)
     model = dw.wrap_model(Encoder(nested=False).double()).eval()
     with torch.no_grad():
-        return model(batch(0)[0])  # type: ignore[no-any-return]
+        return model(batch(0)[0])
 
 
 def test_an_encoder_without_nested_tensors_evaluates() -> None:
@@ -337,8 +337,8 @@ class Counting(Net):
 
     def __init__(self) -> None:
         super().__init__(CountingBlock)
-        self.first = nn.Sequential(self.first, nn.BatchNorm1d(WIDTH))  # type: ignore[assignment]
-        self.last = nn.Sequential(nn.BatchNorm1d(WIDTH), self.last)  # type: ignore[assignment]
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(WIDTH))
+        self.last = nn.Sequential(nn.BatchNorm1d(WIDTH), self.last)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("again", torch.zeros(()))
 
@@ -389,7 +389,7 @@ def padded(call: Any) -> Any:
     def step(model: Any, number: int) -> torch.Tensor:
         x, y = batch(number)
         y[: 3 + number] = 0
-        return call(model, x, y)  # type: ignore[no-any-return]
+        return call(model, x, y)
 
     return step
 
@@ -431,7 +431,7 @@ def test_an_optimizer_over_a_model_whose_wrapper_is_gone_is_refused(tmp_path: Pa
 
 def test_looks_at_backwards_end_in_any_order() -> None:
     """Ranks that are threads look at backwards, each at all of them; the last to end leaves torch as it was."""
-    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # tests/house counts what is ours
+    before = torch.autograd._engine_run_backward
     seen: list[str] = []
     weight = torch.ones(1, requires_grad=True)
     first = look_at_backwards(lambda *_: seen.append("first"))
@@ -442,4 +442,4 @@ def test_looks_at_backwards_end_in_any_order() -> None:
     torch.autograd.grad(weight.sum(), weight)
     assert seen[2:] == ["second"]
     second()
-    assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
+    assert torch.autograd._engine_run_backward is before

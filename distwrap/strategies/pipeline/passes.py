@@ -365,7 +365,7 @@ class SchedulePass:
 
         starts = {blocks.ends[stage - 1] - 1: start} if stage else {}
         given = map_tensors(torch.clone, self._parts[number])  # which a method may change, once for each stage
-        run = lambda: runner.run(self._method, given, blocks.of_stage(stage), starts, after)  # noqa: E731
+        run = partial(runner.run, self._method, given, blocks.of_stage(stage), starts, after)
         with streams.of_microbatch(number), torch.autocast(self._device.type, *self._autocast), in_precision.context():
             result = run() if stage == self._context.group.own[0] else self._again(run, stage, buffers)
         (output,) = found
