@@ -5,12 +5,17 @@ Every function says which names it relies on, and what happens without them; all
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
 
 from distwrap._internals.torch import current_backward
 
+_ENGINE = "_engine_run_backward"
+_looks: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
+_placed: list[tuple[Callable[..., Any], Callable[..., Any]]] = []  # torch's function, and ours in its place
+_changing = Lock()
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -93,22 +98,29 @@ def look_at_backwards(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> C
     Returns:
         A function that ends this.
     """
-    name, module = "_engine_run_backward", vars(torch.autograd)
-    own = module.get(name)
-    if own is None:
+    module = vars(torch.autograd)
+    if _ENGINE not in module:
         return lambda: None
 
     def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else ()
-        if inputs:
-            look(outputs, inputs)
+        for each in list(_looks) if inputs else ():
+            each(outputs, inputs)
         return own(outputs, *args, **kwargs)
 
     def stop() -> None:
-        if module.get(name) is run:
-            module[name] = own
+        with _changing:
+            if look in _looks:
+                _looks.remove(look)
+            if not _looks and _placed and module[_ENGINE] is _placed[0][1]:
+                module[_ENGINE] = _placed.pop()[0]
 
-    module[name] = run
+    with _changing:
+        _looks.append(look)
+        own = module[_ENGINE]
+        if not _placed:  # once, for all ranks that are threads of one process, whose runs end in any order
+            _placed.append((own, run))
+            module[_ENGINE] = run
     return stop
 
 

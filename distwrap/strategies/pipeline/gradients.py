@@ -14,6 +14,7 @@ from distwrap._internals.torch_tree import map_tensors
 from distwrap.errors import ModelError
 
 Gradients = dict[nn.Parameter, torch.Tensor]
+HandOn = Callable[[list[Any]], None]
 
 
 @contextmanager
@@ -36,16 +37,17 @@ class Results(torch.autograd.Function):
     """Results of a pass through the stages, whose backward passes on their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hand_on: Callable[[list[torch.Tensor]], None], *values: Any) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, hand_on: HandOn, *values: Any) -> Any:
         """Return the results.
 
         Args:
             ctx: torch's context.
             anchor: a tensor that requires a gradient, so that the results do too.
-            hand_on: called with the gradients of the results.
+            hand_on: called with the gradients of the results; ``None`` for one that the loss does not use.
             *values: the numbers of the results.
         """
         ctx.hand_on = hand_on
+        ctx.set_materialize_grads(False)
         return tuple(value.clone() for value in values)
 
     @staticmethod
@@ -60,13 +62,20 @@ class Results(torch.autograd.Function):
         return None, None, *(None for _ in grads)
 
 
-def linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:
-    """Return a result in which some tensors pass on their gradients."""
+def linked(result: Any, tensors: list[torch.Tensor], hand_on: HandOn) -> Any:
+    """Return a result in which some tensors, which have no graph, pass on their gradients."""
     anchor = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         found = Results.apply(anchor, hand_on, *tensors)  # type: ignore[no-untyped-call]
     instead = {id(tensor): new for tensor, new in zip(tensors, found, strict=True)}
     return map_tensors(lambda tensor: instead.get(id(tensor), tensor), result)
+
+
+def backward_of(tensors: list[torch.Tensor], grads: list[Any], *, retain_graph: bool = False) -> None:
+    """Run the backward of tensors, without those that have no gradient, from which none goes on, not even zeros."""
+    used = [(tensor, grad) for tensor, grad in zip(tensors, grads, strict=True) if grad is not None]
+    if used:
+        torch.autograd.backward([each for each, _ in used], [grad for _, grad in used], retain_graph=retain_graph)
 
 
 def is_of_pass(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ class PassSettings:
         is_given: whether the user has given that number.
         loss: the name of the method that returns the loss; ``None``: the loop computes it.
         reduction: whether it is the mean or the sum over a batch.
-        weight: returns how much counts in the method's last argument.
+        weight: returns how much counts in the target, the last tensor among the method's arguments.
         checks: whether the loss of each batch is compared with that of its microbatches.
     """
 
@@ -190,7 +191,7 @@ class PipelineRouting(Routing):
         if count > 1 and not settings.is_given:
             self._refuse_mixing()
         parts = [_part(given, batch, number, batch // count) for number in range(count)] if count > 1 else [given]
-        factors = self._factors(parts)
+        factors = self._factors(method, parts)
         key = self._key(parts[0], count)
         if key not in self._passes:
             with self._in_precision.context():
@@ -204,13 +205,13 @@ class PipelineRouting(Routing):
             total = self._passes[key].run(method, parts, factors, scale, whole)
         return linked(total, [total], lambda grads: self._lay(found, grads[0] / scale))
 
-    def _factors(self, parts: list[Any]) -> list[float]:
+    def _factors(self, method: Method, parts: list[Any]) -> list[float]:
         """Return the weight of each microbatch's loss in that of the batch."""
         if self.settings.reduction == "sum":
             return [1.0] * len(parts)
         weight, weights = self.settings.weight, [1.0] * len(parts)
         if weight is not None:
-            weights = [float(weight([*args, *kwargs.values()][-1])) for args, kwargs in parts]
+            weights = [float(weight(_target(method, args, kwargs))) for args, kwargs in parts]
             if not all(each >= 0 and math.isfinite(each) for each in weights):
                 raise ModelError(f"weight= has returned {weights}: it returns how much counts in a target, from 0.")
         total = sum(weights)
@@ -309,6 +310,18 @@ class PipelineModel(UncopiedModel):
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that the compiler leaves as it is, where the user's code is compiled around it."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _target(method: Method, args: Any, kwargs: Any) -> Any:
+    """Return the last argument with a tensor in the order of a method's signature, however the call is written."""
+    bound = inspect.signature(method).bind(*args, **kwargs)
+    given: list[Any] = []
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is not inspect.Parameter.VAR_KEYWORD:
+            given += value if kind is inspect.Parameter.VAR_POSITIONAL else [value]
+    given = given or list(kwargs.values())
+    return next((each for each in reversed(given) if tensors_in(each)), given[-1])
 
 
 def _batch_size(given: Any) -> int:

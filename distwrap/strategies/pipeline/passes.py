@@ -6,8 +6,11 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +30,10 @@ from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.precision import InPrecision
+from distwrap.seeding import mix
+from distwrap.strategies.pipeline.gradients import backward_of, linked
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
+from distwrap.strategies.pipeline.remote import NESTED
 from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward
 from distwrap.strategies.pipeline.streams import Streams
 from distwrap.wording import named_ranks
@@ -129,7 +135,7 @@ class WholePass:
         left = [(stage, do) for stage in group.own for do in ("receive", "send")]  # in this order
         left = [each for each in left if each not in ((0, "receive"), (last, "send"))]
 
-        def receive(stage: int) -> Any:
+        def receive(stage: int, _: Any) -> Any:
             left.remove((stage, "receive"))
             output = _received(group, stage)
             self._received[stage] = tensors_in(output)
@@ -140,19 +146,21 @@ class WholePass:
             if number in own and stage is not None and stage != last:
                 runner.refuse_remote(output, f"the output of the block {blocks.names[number]!r}")
                 self._outputs[stage] = trained_of(output)
-                left.remove((stage, "send"))
                 _send(output, group, stage)
+                left.remove((stage, "send"))
                 if stage == group.own[-1]:
                     raise StopForward
 
         own = {number for stage in group.own for number in blocks.of_stage(stage)}
-        starts = {blocks.ends[stage - 1] - 1: _bound(receive, stage) for stage in group.own if stage}
+        starts = {blocks.ends[stage - 1] - 1: partial(receive, stage) for stage in group.own if stage}
         result, error = None, None
         with streams.of_pass():
             try:
                 with streams.of_microbatch(0), in_precision.context():
                     result = runner.run(method, given, own, starts, after)
                 result = in_precision.precision.outputs(result)
+                if group.has_last:
+                    _hollow(result)
             except Exception as raised:  # noqa: BLE001 - raised when no stage waits any more
                 error = raised
             for stage, do in left:  # after an error
@@ -166,20 +174,31 @@ class WholePass:
             self._outputs[last] = trained_of(result)
         return _shared(result, group)
 
-    def backward(self, grads: list[torch.Tensor]) -> None:
-        """Compute gradients from those of the result's tensors, in their order."""
+    def backward(self, grads: list[Any]) -> None:
+        """Compute gradients from those of the result's tensors, in their order; ``None`` where there is none."""
         group = self._context.group
         for stage in reversed(group.own):
             outputs, received = self._outputs.pop(stage, []), self._received.pop(stage, [])
             if stage < group.stages - 1:
-                grads = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+                source, used = group.rank_of(stage + 1), torch.empty(len(outputs), device=group.device)
+                if outputs:
+                    dist.recv(used, source, group.group)
+                grads = [
+                    torch.empty_like(output, memory_format=torch.contiguous_format) if is_used else None
+                    for output, is_used in zip(outputs, used.tolist(), strict=True)
+                ]
                 for grad in grads:
-                    dist.recv(grad, group.rank_of(stage + 1), group.group)
-            if outputs:
-                torch.autograd.backward(outputs, grads, retain_graph=stage != group.own[0])
-            for tensor in trained_of(received):
-                grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                dist.send(grad.contiguous(), group.rank_of(stage - 1), group.group)
+                    if grad is not None:
+                        dist.recv(grad, source, group.group)
+            backward_of(outputs, grads, retain_graph=stage != group.own[0])
+            if trained := trained_of(received):
+                to, found = group.rank_of(stage - 1), [tensor.grad for tensor in trained]
+                dist.send(
+                    torch.tensor([float(grad is not None) for grad in found], device=group.device), to, group.group
+                )
+                for grad in found:
+                    if grad is not None:
+                        dist.send(grad.contiguous(), to, group.group)
 
 
 class SchedulePass:
@@ -202,6 +221,7 @@ class SchedulePass:
         self._factors: Sequence[float] = ()
         self._scale, self._checks = 1.0, False
         self._losses: list[torch.Tensor] = []
+        self._passed: list[float] = []
         self._kept: list[Any] = []
         self._error: Exception | None = None
         self._autocast = torch.float32, False
@@ -233,9 +253,10 @@ class SchedulePass:
             scale: the factor of the loss in its backward.
             whole: the arguments of the batch, to compare its loss with the sum; ``None``: no comparison.
         """
+        kind, context = self._device.type, self._context
         self._method, self._parts, self._factors, self._scale = method, parts, factors, scale
         self._losses, self._kept, self._error, self._checks = [], [], None, whole is not None
-        kind, context = self._device.type, self._context
+        self._passed = [0.0] * context.group.stages  # what each stage has passed on, less what the next one took it for
         self._autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         numbers, outcome = torch.arange(self._count), [0.0, 0.0]
         try:
@@ -247,7 +268,18 @@ class SchedulePass:
                     outcome = [total, float(_DTYPES.index(self._dtype))]
                     if whole is not None:
                         self._error = self._unequal(whole, total)
-            total, dtype = context.end(self._error, outcome)
+            total, dtype, *differ = context.end(self._error, [*outcome, *self._passed])
+            if any(differ):
+                stage = next(stage for stage, number in enumerate(differ) if number)
+                block = context.runner.blocks.names[context.runner.blocks.ends[stage] - 1]
+                raise StageError(
+                    ModelError(
+                        f"the block {block!r} has passed on other Python values than it does without "
+                        "its numbers, as where a number is computed with item() or float(). With loss= only tensors "
+                        "and what follows from the arguments go from stage to stage: pass such a number on as a "
+                        "tensor; or leave loss= out, and compute the loss from model(x)."
+                    )
+                )
             return torch.tensor(total, dtype=_DTYPES[int(dtype)], device=self._device)
         finally:
             self._method, self._parts, self._losses, self._kept, self._error = _loss, (), [], [], None
@@ -266,8 +298,8 @@ class SchedulePass:
     def _stage(self, stage: int) -> PipelineStage:
         group = self._context.group
         is_last = stage == group.stages - 1
-        given = tensors_in(self._outputs[stage - 1]) if stage else []
-        returned = [torch.empty(1, dtype=self._loss_type)] if is_last else tensors_in(self._outputs[stage])
+        given = _with_marks(tensors_in(self._outputs[stage - 1])) if stage else []
+        returned = [torch.empty(1, dtype=self._loss_type)] if is_last else _with_marks(tensors_in(self._outputs[stage]))
         made = PipelineStage(
             _Part(self, stage),
             stage,
@@ -281,20 +313,42 @@ class SchedulePass:
         return made
 
     def part(self, stage: int, received: tuple[torch.Tensor, ...], number: int) -> Any:
-        """Run a stage's part of a microbatch."""
+        """Run a stage's part of a microbatch.
+
+        torch's schedule sends zeros for a gradient that there is not. So beside the tensors go marks, whose gradients
+        say which tensors have one.
+        """
         is_last = stage == self._context.group.stages - 1
+        outputs = [self._nothing()] if is_last else [*map(self._zeros, tensors_in(self._outputs[stage]))]
         if self._error is None:
             try:
-                return self._computed(stage, received, number, is_last)
+                outputs = self._computed(stage, received, number, is_last)
             except Exception as error:  # noqa: BLE001 - raised when no stage waits any more
                 self._error = error
-        if is_last:
-            return _nothing(received, self._loss_type, self._device)
-        return tuple(map(self._zeros, tensors_in(self._outputs[stage])))
+        trained = trained_of(outputs)
 
-    def _computed(self, stage: int, received: tuple[torch.Tensor, ...], number: int, is_last: bool) -> Any:
+        def hand_on(grads: list[Any]) -> None:
+            grads, marks = (grads, [1.0]) if is_last else (grads[:-1], grads[-1].tolist())
+            backward_of(trained, [grad if mark else None for grad, mark in zip(grads, marks, strict=True)])
+            if given := trained_of(received):
+                *tensors, mark = given
+                mark.grad = mark.new_tensor([float(tensor.grad is not None) for tensor in tensors])
+                for tensor in tensors:
+                    tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+        sent = [tensor.detach() for tensor in outputs]
+        passed = [plain for plain, tensor in zip(sent, outputs, strict=True) if tensor.requires_grad]
+        if passed and not is_last:
+            marks = _marks(passed).to(self._device)
+            sent, passed = [*sent, marks], [*passed, marks]
+        sent = linked(sent, passed, hand_on) if passed else sent
+        return sent[0] if is_last else tuple(sent)
+
+    def _computed(
+        self, stage: int, received: tuple[torch.Tensor, ...], number: int, is_last: bool
+    ) -> list[torch.Tensor]:
         runner, _, _, streams, in_precision = self._context
-        blocks, found = runner.blocks, []
+        blocks, found, buffers = runner.blocks, [], []
 
         def after(index: int, output: Any) -> None:
             if index + 1 == blocks.ends[stage]:
@@ -302,20 +356,25 @@ class SchedulePass:
                 if not is_last:
                     raise StopForward
 
-        def start() -> Any:
-            tensors = iter(received)
-            return map_tensors(lambda _: next(tensors).clone(), self._outputs[stage - 1])
+        def start(hollow: Callable[[], Any]) -> Any:
+            expected, tensors = hollow(), iter(received)  # with the plain values of this very run
+            buffers.append(runner.versions())
+            self._passed[stage - 1] -= _told(expected, number)
+            _check_like(tensors_in(expected), self._outputs[stage - 1], stage - 1)
+            return map_tensors(lambda _: next(tensors).clone(), expected)
 
         starts = {blocks.ends[stage - 1] - 1: start} if stage else {}
         given = map_tensors(torch.clone, self._parts[number])  # which a method may change, once for each stage
+        run = partial(runner.run, self._method, given, blocks.of_stage(stage), starts, after)
         with streams.of_microbatch(number), torch.autocast(self._device.type, *self._autocast), in_precision.context():
-            result = runner.run(self._method, given, blocks.of_stage(stage), starts, after)
+            result = run() if stage == self._context.group.own[0] else self._again(run, stage, buffers)
         (output,) = found
         if not is_last:
             runner.refuse_remote(output, f"the output of stage {stage}")
             sent = list(map(_widened, tensors_in(output), tensors_in(self._outputs[stage])))
             _check_like(sent, self._outputs[stage], stage)
-            return tuple(tensor.contiguous() for tensor in sent)
+            self._passed[stage] += _told(output, number)
+            return [tensor.contiguous() for tensor in sent]
         if not isinstance(result, torch.Tensor) or result.numel() != 1 or not result.requires_grad:
             raise ModelError(
                 f"the method that loss= names returns a {type(result).__name__}, and under strategy='pipeline' it "
@@ -327,10 +386,33 @@ class SchedulePass:
         loss, factor = in_precision.precision.outputs(result), self._factors[number]
         self._dtype = loss.dtype
         if not factor:  # nothing counts, and the loss may be NaN
-            return _nothing(received or tuple(trained_of(output)), self._loss_type, self._device)
+            return [self._nothing()]
         weighted = loss.reshape(1).to(self._loss_type) * factor
         self._losses.append(weighted.detach())
-        return weighted * self._scale
+        return [weighted * self._scale]
+
+    def _again(self, run: Callable[[], Any], stage: int, buffers: list[Any]) -> Any:
+        """Run a later stage of this rank, before which the code around the blocks has run here for the first one.
+
+        What that code counts in buffers is counted already.
+        """
+        runner, keep = self._context.runner, self._context.placement.only_in(stage)
+
+        def watched() -> Any:
+            begun, result = runner.versions(), run()
+            started, ended = buffers[0], runner.versions()
+            for name in ended:
+                since, until = (begun, started) if name in keep else (started, ended)
+                if since[name][0] is not until[name][0] or since[name][1] != until[name][1]:
+                    raise ModelError(
+                        f"the buffer {name!r} is changed {'before' if name in keep else 'after'} the blocks, and "
+                        "schedule='interleaved' runs the code around them for each stage of a rank, so that it would "
+                        "be changed twice or not at all. Register what is changed before the blocks before them, and "
+                        "what is changed after them after them; or use schedule='1f1b'."
+                    )
+            return result
+
+        return runner.apart(watched, keep)
 
     def _unequal(self, whole: Any, total: float) -> Exception | None:
         """Return an error if the loss of the whole batch, from the outputs of the last block, is not the sum."""
@@ -341,9 +423,9 @@ class SchedulePass:
         together = map_tensors(lambda _: next(tensors), outputs[0])
         try:
             with torch.no_grad(), streams.beside(), streams.of_microbatch(0), in_precision.context():
-                starts = {last: lambda: together}
+                starts = {last: lambda _: together}
                 run = lambda: runner.run(self._method, whole, (), starts, lambda *_: None)  # noqa: E731
-                expected = float(in_precision.precision.outputs(runner.apart(lambda buffer, _: buffer.clone(), run)))
+                expected = float(in_precision.precision.outputs(runner.apart(run)))
         except Exception as error:  # noqa: BLE001 - raised when no stage waits any more
             return error
         rough = {torch.float64: 1e-9, torch.float32: 1e-4}.get(self._dtype, 2e-2)
@@ -354,9 +436,12 @@ class SchedulePass:
         return ModelError(
             f"check=True: the loss of this batch is {expected:.9g}, and {self._count} microbatches give {total:.9g}. "
             "If it is a sum over the batch, say reduction='sum'; if it is a mean over what counts, as words that are "
-            "no padding, say weight=, a function of the last argument that returns how many count in it. A loss that "
+            "no padding, say weight=, a function of the target that returns how many count in it. A loss that "
             "compares samples with each other, or draws random numbers, takes microbatches=1."
         )
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=self._loss_type, device=self._device, requires_grad=True)
 
     def _zeros(self, tensor: torch.Tensor) -> torch.Tensor:
         made = torch.zeros(tensor.size(), dtype=tensor.dtype, device=self._device)
@@ -383,14 +468,13 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum()
 
 
-def _nothing(received: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a loss of zero, whose gradients for what a stage has received are zeros, whatever that is."""
-    loss = torch.zeros(1, dtype=dtype, device=device, requires_grad=True)
-    return sum((each.reshape(-1)[:0].sum().to(dtype) for each in received if each.requires_grad), loss + 0)
+def _marks(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.zeros(len(tensors), dtype=torch.float32)
 
 
-def _bound(receive: Any, stage: int) -> Any:
-    return lambda: receive(stage)
+def _with_marks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    trained = trained_of(tensors)
+    return [*tensors, _marks(trained).requires_grad_()] if trained else tensors
 
 
 def _widened(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -401,6 +485,25 @@ def _widened(tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}{' with a gradient' if tensor.requires_grad else ''}"
+
+
+def _told(value: Any, number: int) -> float:
+    """Return a number for the structure and the plain values of what a block returns for a microbatch."""
+    return float(mix(number, str(_plain(value, 4))) % 2**40)
+
+
+def _plain(value: Any, depth: int) -> Any:
+    kind = type(value).__qualname__
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, (bool, int, float, complex, str, bytes, Enum)):
+        return kind, repr(value)
+    if isinstance(value, (list, tuple)):
+        return kind, [_plain(each, depth) for each in value]
+    if isinstance(value, Mapping):
+        return kind, [(str(key), _plain(each, depth)) for key, each in value.items()]
+    inside = None if isinstance(value, nn.Module) or not depth else getattr(value, "__dict__", None)
+    return kind, inside and _plain(dict(inside), depth - 1)
 
 
 def _check_like(output: Any, expected: Any, stage: int) -> None:
@@ -416,7 +519,26 @@ def _check_like(output: Any, expected: Any, stage: int) -> None:
 
 
 def _hollow(value: Any) -> Any:
-    return map_tensors(lambda each: each.detach().to("meta").requires_grad_(each.requires_grad), value)
+    """Return a value without numbers, which can be pickled.
+
+    Raises:
+        ModelError: it cannot be sent.
+    """
+    for tensor in tensors_in(value):
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise ModelError(
+                "a stage's output or result cannot be sent to the other stages: it has a sparse or nested tensor. Let "
+                f"the model return dense ones. {NESTED}"
+            )
+    hollow = map_tensors(lambda each: each.detach().to("meta").requires_grad_(each.requires_grad), value)
+    try:
+        pickle.dumps(hollow)
+    except Exception as error:
+        raise ModelError(
+            f"a stage's output or result cannot be sent to the other stages: {error}. Let the model return tensors, "
+            "numbers, and instances of classes that are defined at the top of a module."
+        ) from error
+    return hollow
 
 
 def _filled(hollow: Any, group: StageGroup) -> Any:

@@ -66,6 +66,7 @@ class Placement:
     def __init__(self, net: nn.Module, blocks: BlockList, group: StageGroup, everywhere: Collection[str]) -> None:
         self._net, self._group, self._place = net, group, dist.get_rank(group.group)
         places = blocks.places(net, everywhere)
+        self._stages = places
         self.ranks = {name: {stage % len(group.ranks) for stage in stages} for name, stages in places.items()}
         make_remote(net, [name for name, ranks in self.ranks.items() if self._place not in ranks])
         self._shared = [name for name, _ in net.named_buffers() if len(self.ranks[name]) > 1]
@@ -74,6 +75,10 @@ class Placement:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers by name, each once; some of them are remote."""
         return {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
+
+    def only_in(self, stage: int) -> set[str]:
+        """Return the names of the tensors that no other stage holds."""
+        return {name for name, stages in self._stages.items() if stages == {stage}}
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained on this rank."""

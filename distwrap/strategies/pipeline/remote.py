@@ -27,6 +27,12 @@ _DRAWS |= {"dropout1d", "dropout2d", "dropout3d"}
 _WRITES = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod"))}
 
 
+NESTED = (
+    "nn.TransformerEncoder makes nested tensors in evaluation, unless it is made with enable_nested_tensor=False, and "
+    "these cannot go from stage to stage."
+)
+
+
 class NumbersElsewhereError(ModelError):
     """The model or the loop reads numbers that another stage has."""
 
@@ -74,6 +80,8 @@ class RemoteTensor(torch.Tensor):
                 _refuse_read(first)
             # NamedInputs refuses these inputs.
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if name.startswith("_nested"):
+            raise ModelError(NESTED)
         if name in _DRAWS and cls.draws:
             func(*map_tensors(_ones, args), **map_tensors(_ones, kwargs))
         if name in _MOVES:

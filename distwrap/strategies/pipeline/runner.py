@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from distwrap._internals.torch import compiled_module
+from distwrap._internals.torch import compiled_module, version_of
 from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_calls import put_back_calls, replace_calls
 from distwrap._internals.torch_tree import map_tensors, tensors_in
@@ -21,6 +21,7 @@ from distwrap.strategies.pipeline.streams import Streams
 
 Method = Callable[..., Any]
 After = Callable[[int, Any], None]
+Start = Callable[[Callable[[], Any]], Any]
 
 
 class StopForward(BaseException):
@@ -55,16 +56,15 @@ class StageRunner:
         for block, own in zip(self.blocks.blocks, self._before, strict=True):
             put_back_calls(block, own)
 
-    def run(
-        self, method: Method, given: Any, own: Collection[int], starts: Mapping[int, Callable[[], Any]], after: After
-    ) -> Any:
+    def run(self, method: Method, given: Any, own: Collection[int], starts: Mapping[int, Start], after: After) -> Any:
         """Run a method.
 
         Args:
             method: the method of the user's model.
             given: its arguments.
             own: the indices of the blocks to compute here.
-            starts: by index of a block, what gives the output in its place.
+            starts: by index of a block, what gives the output in its place. It gets a function that returns the output
+                without numbers.
             after: called with the index and the output of each other block; it may raise `StopForward`.
 
         Returns:
@@ -92,7 +92,7 @@ class StageRunner:
                 )
             with self._streams.of_block(number):
                 if number in starts:
-                    return starts[number]()
+                    return starts[number](partial(self._without_numbers, number, args, kwargs))
                 if number in own:
                     self.refuse_remote((args, kwargs), f"the block {names[number]!r}")
                     output = call(*args, **kwargs)
@@ -123,22 +123,30 @@ class StageRunner:
             if len(outputs) == len(names):
                 raise StopForward
 
-        hollow = map_tensors(lambda tensor: RemoteTensor.like(tensor, "the arguments"), given)
+        given = map_tensors(torch.clone, given)
         before = [(vars(module), dict(vars(module))) for module in self.net.modules()]
         try:
             with self._streams.of_pass():
-                self.apart(RemoteTensor.like, lambda: self.run(method, hollow, (), {}, after))
+                self.apart(lambda: self.run(method, given, (), {}, after))
         finally:
             for own, kept in before:
                 own.clear()
                 own.update(kept)
         return outputs
 
-    def apart(self, change: Callable[[torch.Tensor, str], torch.Tensor], run: Callable[[], Any]) -> Any:
-        """Run a function with other tensors in the place of the buffers, which so stay as they are."""
-        named = [(name, buffer) for name, buffer in self.net.named_buffers() if is_here(buffer)]
-        instead = {f"net.{name}": change(buffer, name) for name, buffer in named}
+    def apart(self, run: Callable[[], Any], keep: Collection[str] = ()) -> Any:
+        """Run a function with other tensors in the place of the buffers, which so stay as they are, but for `keep`."""
+        inside = tuple(f"{name}." for name in self.blocks.names)
+        instead = {
+            f"net.{name}": RemoteTensor.like(buffer, name) if name.startswith(inside) else buffer.clone()
+            for name, buffer in self.net.named_buffers()
+            if is_here(buffer) and name not in keep
+        }
         return functional_call(_Caller(self.net, run), instead, ())
+
+    def versions(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Return the buffers on this rank, each with a number that tells changes in place."""
+        return {name: (each, version_of(each)) for name, each in self.net.named_buffers() if is_here(each)}
 
     def _called(self, number: int, call: Method) -> Method:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,7 @@ from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.strategies.pipeline.blocks import find_blocks
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
-from distwrap.strategies.pipeline.remote import is_here
+from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
 from distwrap.strategies.pipeline.state import States
 from distwrap.strategies.single import local
 from distwrap.versions import PIPELINE_SINCE, require_torch
@@ -54,8 +54,9 @@ class PipelineStrategy(Strategy):
         loss: the name of the model's method that returns the loss, with the target as its last argument; or a function
             of the model's output and a target, which then is ``model.loss(*inputs, target)``.
         reduction: whether a loss is the ``"mean"`` or the ``"sum"`` over its batch.
-        weight: for a mean over what counts, as words that are no padding: a function of the loss method's last argument
-            that returns how much counts in it. Without it each sample counts alike.
+        weight: for a mean over what counts, as words that are no padding: a function of the target, the last tensor in
+            the order of the loss method's arguments, that returns how much counts in it. Without it each sample counts
+            alike.
         microbatches: the largest number of parts into which a batch is cut; the largest number up to it that divides
             the batch is taken. By default it is two for each rank.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"interleaved"``, in which a rank has two stages.
@@ -296,7 +297,17 @@ def _put_loss(net: nn.Module, function: Callable[[Any, Any], torch.Tensor]) -> s
 
 def _routings(thing: nn.Module | Optimizer) -> list[PipelineRouting]:
     models = [thing] if isinstance(thing, nn.Module) else current_world().part(WrappedModels).of_optimizer(thing)
-    return [routing for model in models if isinstance(routing := routing_of(model), PipelineRouting)]
+    routings = [routing for model in models if isinstance(routing := routing_of(model), PipelineRouting)]
+    if isinstance(thing, Optimizer):
+        known = {id(parameter) for routing in routings for parameter in routing.model.parameters()}
+        for parameter in parameters_of(thing).values():
+            if isinstance(parameter, RemoteTensor) and id(parameter) not in known:
+                raise ModelError(
+                    f"{type(thing).__name__} holds {parameter.source!r}, a parameter of a model under "
+                    "strategy='pipeline' whose wrapper is gone, so nobody knows which rank has its numbers and state. Keep what wrap_model() has "
+                    "returned as long as the optimizer is in use."
+                )
+    return routings
 
 
 def _states(thing: nn.Module | Optimizer) -> States | None:
