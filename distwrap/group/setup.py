@@ -18,7 +18,7 @@ from distwrap.devices.kinds import kind_of
 from distwrap.environments import Node, Placement, detect, distwrap_environment
 from distwrap.environments.ranks import forgotten_srun
 from distwrap.environments.variables import variables_set
-from distwrap.errors import LaunchError, PlacementError
+from distwrap.errors import LaunchError, OptionError, PlacementError
 from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
@@ -56,8 +56,8 @@ def setup_process_group(
 ) -> JoinedGroup:
     """Join the other processes: find out who started them, meet them, and choose the device.
 
-    Call it plainly, or in a ``with``. It does nothing in a single process, when it is called again, and where the user
-    has made a process group.
+    Call it plainly, or in a ``with``. It does nothing in a single process, when it is called again with no other
+    options, and where the user has made a process group.
 
     Args:
         backend: ``"auto"`` is NCCL on CUDA, gloo on the CPU, and on other accelerators the backend that torch names.
@@ -68,7 +68,7 @@ def setup_process_group(
         A context manager that takes the process group down at its end.
 
     Raises:
-        OptionError: torch knows no such backend.
+        OptionError: torch knows no such backend, or the run has begun with another option.
         PlacementError: the launcher's variables are incomplete or contradictory.
         ArrivalError: not all ranks arrived in time; the message names the missing ones.
 
@@ -81,7 +81,9 @@ def setup_process_group(
     """
     selection.check_backend(backend)
     check_words(os.environ)  # refuses a wrong value now, and not with the first line
-    if active_world() is not None or dist.is_initialized():
+    if (run := active_world()) is not None:
+        _check_fits(run, backend, timeout)
+    if run is not None or dist.is_initialized():
         return JoinedGroup(ours=False)
     found = detect(os.environ)
     placement = found if isinstance(found, Placement) else _only_rank_of(found)
@@ -95,6 +97,20 @@ def setup_process_group(
     world = join(placement, options, device=None if device is None else torch.device(device))
     world.cleanup.callback(failures.tell_uncaught())
     return JoinedGroup(ours=True)
+
+
+def _check_fits(run: World, backend: str, timeout: float | None) -> None:
+    """Refuse an option that the run does not have, where it has others than this process."""
+    for name, wanted, unset, has in (
+        ("backend", backend, "auto", run.backend),
+        ("timeout", timeout, None, run.options.timeout),
+    ):
+        if wanted not in (unset, has) and run.placement.world_size > 1:
+            raise OptionError(
+                f"rank {run.placement.rank}: setup_process_group() got {name}={wanted!r} inside a run that has "
+                f"{name}={has!r}. A second call joins the run as it is: leave {name} out there, or give it to the call "
+                "that begins the run."
+            )
 
 
 def _only_rank_of(node: Node) -> Placement:

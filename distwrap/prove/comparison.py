@@ -131,7 +131,7 @@ def _first(one: World, several: World, found: Comparison) -> Difference:
         if len(theirs) < len(ranks) or (several.error and not all(each.weights for each in theirs)):
             break
         difference = _of_step(number + 1, step, theirs, found, alone)
-        size = sum(step.samples.values())
+        size, shares = sum(step.samples.values()), len({each.share for each in theirs})
         if difference is None:
             found.steps += 1
         elif not difference.mistake:
@@ -141,7 +141,7 @@ def _first(one: World, several: World, found: Comparison) -> Difference:
                 "from there on nothing can be compared"
             )
             return difference
-        elif difference.mistake in _UNEVEN and size % len(ranks) and size < whole:
+        elif difference.mistake in _UNEVEN and size % shares and size < whole:
             found.notes.append(f"a last batch of {size} samples has uneven parts, from where nothing was compared")
             return Difference()
         else:
@@ -208,11 +208,14 @@ def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alo
 
 def _of_samples(one: Step, several: list[Step], found: Comparison, alone: Seen) -> str:
     """Return how the samples of a step differ: the name of a mistake, "unknown" where they cannot be told, or ""."""
-    together: Counter[int] = sum((each.samples for each in several), Counter())
+    shares: dict[int, Counter[int]] = {}
+    for step in several:  # ranks that have one share of the data see the same samples, which count once
+        shares[step.share] = shares.get(step.share, Counter()) | step.samples
+    together: Counter[int] = sum(shares.values(), Counter())
     if together == one.samples:
         found.compared["samples"] += sum(together.values())
         return ""
-    owners = Counter(digest for step in several for digest in step.samples)
+    owners = Counter(digest for samples in shares.values() for digest in samples)
     if any(owners[digest] > 1 and together[digest] > one.samples.get(digest, 0) for digest in owners):
         return "samples-twice"
     if not together.keys() <= {digest for step in alone.steps for digest in step.samples}:

@@ -22,14 +22,18 @@ from torch.utils.data import IterableDataset
 
 from distwrap._internals.torch_prove import watched, without_dropout
 from distwrap._internals.torch_tree import map_tensors, tensors_in
+from distwrap.group.world import active_world
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.places import place
+from distwrap.strategies.pipeline.remote import is_here
 from distwrap.supervision import stacks
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _KEPT = 256  # numbers of a tensor
+_OF_STAGES = "distwrap.strategies.pipeline"
 
 
 class Sketch(NamedTuple):
@@ -57,6 +61,7 @@ class Step:
     """One step of one optimizer on one rank.
 
     Attributes:
+        share: which share of the data its rank has; ranks that divide a model's layers have one together.
         place: the line of the user's that has made it.
         backward: that of the last backward.
         losses: of the backwards since the last step.
@@ -71,6 +76,7 @@ class Step:
         buffers: of the models, after it, but for running statistics of BatchNorm.
     """
 
+    share: int = 0
     place: str = ""
     backward: str = ""
     losses: list[float] = field(default_factory=list)
@@ -142,6 +148,8 @@ class _Rank:
 
     def call(self, module: nn.Module, given: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
+        if type(module).__module__.startswith(_OF_STAGES):
+            return  # the user's model is called in it
         if id(module) not in self._roots:
             if id(module) in self._inner:
                 return
@@ -153,7 +161,7 @@ class _Rank:
             self._random = torch.get_rng_state()
         has_weights = next(module.parameters(), None) is not None  # a loss as a module has none
         tensors = [each for each in (tensors_in(given) if has_weights else ()) if each.dim() and not each.requires_grad]
-        for row in range(len(tensors[0])) if tensors else ():
+        for row in range(len(tensors[0])) if tensors and all(map(is_here, tensors)) else ():
             own = [each[row].contiguous() for each in tensors if len(each) == len(tensors[0])]
             self.next.samples[zlib.crc32(b"".join(_bytes(each) for each in own))] += 1
 
@@ -163,7 +171,11 @@ class _Rank:
             self._inner.add(id(module))
             self._roots.pop(id(module), None)
         self._roots[id(root)] = root
-        for name, parameter in _named(root, number, root.named_parameters(remove_duplicate=False)).items():
+        # A method other than forward may call parts alone: they are named as in the whole.
+        world = active_world()
+        wrapped = [] if world is None else [unwrap_model(each) for each in world.part(WrappedModels)]
+        whole = next((each for each in wrapped if any(module is root for module in each.modules())), root)
+        for name, parameter in _named(whole, number, whole.named_parameters(remove_duplicate=False)).items():
             self._names.setdefault(id(parameter), (name, parameter))
 
     def end_backward(self, losses: list[float]) -> None:
@@ -174,11 +186,11 @@ class _Rank:
             self._names.get(id(each), ("",))[0]: _sketch(each.grad) for each in parameters if each.grad is not None
         }
 
-    def begin_step(self, optimizer: Optimizer) -> None:
+    def begin_step(self, optimizer: Optimizer, share: int) -> None:
         step, named = self.next, self._named(optimizer)
         self.seen.steps.append(step)
         self.next = Step(backward=step.backward, after_backward=step.after_backward)  # maybe of two optimizers
-        step.place = self.place()
+        step.share, step.place = share, self.place()
         step.draws = self._random is not None and not torch.equal(self._random, torch.get_rng_state())
         step.begun = {name: _sketch(each) for name, each in named.items()}
         step.gradients = {name: _sketch(each.grad) for name, each in named.items() if each.grad is not None}
@@ -204,7 +216,8 @@ class _Rank:
             step.buffers |= {name: _sketch(each) for name, each in those if id(each) not in running}
 
     def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        """Return those of an optimizer's parameters that this rank has, by name; those of other stages it has not."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"] if is_here(each)]
         return {
             self._names.setdefault(id(each), (f"parameter {len(self._names)}", each))[0]: each for each in parameters
         }
@@ -240,7 +253,7 @@ class Observer:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Take note of all that the ranks do within a ``with``, and print nothing."""
-        register_optimizer_step_pre_hook(lambda optimizer, *_: self.here().begin_step(optimizer))
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self.here().begin_step(optimizer, self._share()))
         register_optimizer_step_post_hook(lambda optimizer, *_: self._end_step(optimizer))
         with (
             contextlib.redirect_stdout(_Printed(self)),
@@ -269,6 +282,10 @@ class Observer:
         finally:
             rank.epochs[line] += len(seen.steps) > before
             (seen.trained if len(seen.steps) > before else seen.evaluated).add(length(data))
+
+    def _share(self) -> int:
+        world = active_world()
+        return self._rank() if world is None else world.layout.rank
 
     def _end_step(self, optimizer: Optimizer) -> None:
         rank = self.here()
@@ -317,10 +334,10 @@ def length(data: Any) -> int:
 
 
 def _named(root: nn.Module, number: int, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return tensors of a model by names that no other model has."""
+    """Return tensors of a model that this rank has, by names that no other model has."""
     kind = type(unwrap_model(getattr(root, "module", root))).__name__
     prefix = f"{kind}#{number}." if number else ""
-    return {f"{prefix}{name}": each for name, each in strip_module_prefix(dict(tensors)).items()}
+    return {f"{prefix}{name}": each for name, each in strip_module_prefix(dict(tensors)).items() if is_here(each)}
 
 
 def _bytes(row: Tensor) -> bytes:

@@ -31,6 +31,7 @@ from distwrap.data.loader import shard
 from distwrap.data.sharded import innermost
 from distwrap.environments import torchrun
 from distwrap.errors import DistwrapError, LaunchError
+from distwrap.group.world import active_world
 from distwrap.launch.worker import tie_to_parent
 from distwrap.network.waiting import wait_until
 from distwrap.places import place
@@ -224,7 +225,7 @@ class _Child:
 
     def run(self) -> NoReturn:
         """Run the program, and end this process."""
-        program, ranks = self._program, self._world.ranks
+        program = self._program
         tie_to_parent()
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
@@ -253,7 +254,9 @@ class _Child:
                 os.dup2(errors.fileno(), 2)  # native code warns when another rank stops first
             with (
                 contextlib.redirect_stderr(errors),
-                batches_of(self._batch, ranks * program.is_decorated, program.steps if program.epochs else 0),
+                batches_of(
+                    self._batch, lambda: self._shares() * program.is_decorated, program.steps if program.epochs else 0
+                ),
                 replaced(changes),
                 self._observer.watching(),
             ):
@@ -319,7 +322,12 @@ class _Child:
     def _batch(self, said: int, data: Any) -> int:
         self._world.sizes.add(said)
         is_whole = length(data) in self._program.evaluated and not self._program.is_decorated
-        return (self._program.batch or common_batch(said)) // (1 if is_whole else self._world.ranks)
+        return (self._program.batch or common_batch(said)) // (1 if is_whole else self._shares())
+
+    def _shares(self) -> int:
+        """Return among how many the data are divided: ranks that divide a model's layers have one share together."""
+        world = active_world()
+        return self._world.ranks if world is None else world.layout.size
 
     def _rank_now(self) -> int:
         running: Any = simulated.running

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distwrap as dw
+from distwrap.errors import OptionError
 from distwrap.testing import run_ranks
 from tests.by_hand import by_hand
 from tests.interpreters import run_python
@@ -64,6 +65,26 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
     # torch may warn of a connection to the store of the group before, which rank 0 is just closing on the same port.
     told = [[line for line in output.splitlines() if line.startswith(("sum", "done"))] for output in outputs]
     assert told == [["sum 1", "sum 3", "done"]] * 2, outputs
+
+
+def _again() -> list[str]:
+    said = []
+    backend: str = dist.get_backend()
+    for options in ({}, {"backend": backend}, {"timeout": LIMIT}, {"backend": "mpi"}, {"timeout": 7}):
+        try:
+            dw.setup_process_group(**options)
+        except OptionError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_second_call_with_other_options() -> None:
+    """What the run has may be said again; what it has not is refused, and not ignored."""
+    for rank, said in enumerate(run_ranks(_again, 2, timeout=LIMIT)):
+        beginning = f"rank {rank}: setup_process_group() got"
+        assert len(said) == 2
+        assert said[0].startswith(f"{beginning} backend='mpi' inside a run that has backend='gloo'")
+        assert said[1].startswith(f"{beginning} timeout=7 inside a run that has timeout={LIMIT}")
 
 
 def _seen() -> tuple[int, list[str | None]]:

@@ -456,3 +456,61 @@ def test_a_large_model() -> None:
     with world.folder() as folder:
         (step, _) = world.run(Program(function=wide), 1, folder).seen[0].steps
     assert [len(each.values) for each in step.begun.values()] == [256, 64]
+
+
+class Blocks(nn.Module):
+    """A model that every strategy can divide; one that calls only its parts computes its loss without its forward."""
+
+    def __init__(self, *, parts_alone: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4))
+        self.last = nn.Linear(16, 1)
+        for block in self.blocks:
+            block.register_buffer("seen", torch.ones(3))
+        self.parts_alone = parts_alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.forward(x) if self.parts_alone else self(x), y)
+
+
+def divided(scale: bool = False, parts_alone: bool = False, shards: bool = True) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(48, 8)
+    model = dw.wrap_model(Blocks(parts_alone=parts_alone))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=12)
+    for inputs, targets in shard_loader(loader) if shards else loader:
+        loss = model.loss(inputs, targets)
+        (loss * dw.world_size() if scale else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's own, of layers whose ends are divided
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor_parallel"])
+def test_ranks_that_divide_a_model(strategy: str) -> None:
+    """Their common batch counts once, and each tensor is compared where it is; what is wrong is still named."""
+    chosen = (
+        dw.PipelineStrategy(stages=2, loss="loss")
+        if strategy == "pipeline"
+        else dw.FSDPStrategy(tensor_parallel=2, plan=PLAN)
+    )
+    loop = dw.distributed(strategy=chosen)(divided)
+    found = prove(loop, ranks=[2, 4])
+    counts = [[each.compared[kind] for kind in ("samples", "weights", "buffers")] for each in found.comparisons]
+    assert counts == [[48, 80, 16]] * 2
+    assert prove(loop, False, True, ranks=[2], real=True).comparisons[0].compared["gradients"] == 80
+    with pytest.raises(ProofError, match=r"gradients of all parameters .*\n.*on 2 ranks: 2.000 times(.*\n)*.*DW101"):
+        prove(loop, True, ranks=[2])
+    with pytest.raises(ProofError, match="DW201 samples-twice"):
+        prove(loop, False, False, False, ranks=[4])

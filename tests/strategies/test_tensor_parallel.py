@@ -396,7 +396,19 @@ def test_a_joined_projection_that_is_not_packed_is_right_and_told(capfd: Any, mo
     wanted = Language("gpt").double()(texts()[:, :-1]).detach()
     for found in simulate(_joined, 2, {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}, strategy=TWO):
         assert float((found - wanted).abs().max()) < 1e-9
-    assert "unflatten() needs the whole of a tensor that plan= divides" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "unflatten() in blocks.* needs the whole of a tensor that plan= divides" in told
+    assert "say 'packed2' or 'packed3'" in told
+
+
+def test_a_right_plan_is_not_told_to_be_slow(capfd: Any, monkeypatch: Any) -> None:
+    """Neither by its embedding, nor by the comparison of check=, which computes the whole."""
+    monkeypatch.delenv("DISTWRAP_QUIET", raising=False)
+    for plan in (PLANS["gpt"], {**PLANS["gpt"], "head": "whole"}):
+        simulate(_joined, 2, plan, strategy=TWO)
+    told = capfd.readouterr().err
+    assert "vocabulary" in told
+    assert "needs the whole" not in told
 
 
 def test_a_plan_is_checked_in_one_process() -> None:

@@ -73,14 +73,15 @@ class TensorMath(TorchFunctionMode):
 
     Args:
         mesh: the mesh of the group.
+        where: returns the name of the module that computes.
 
     Attributes:
         is_compared: whether two results are compared, so that attention drops nothing.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, where: Callable[[], str]) -> None:
         super().__init__()
-        self.mesh, self.is_compared = mesh, False
+        self.mesh, self.is_compared, self._where = mesh, False, where
         self._places: list[object] = []
         self._last: Any = None
 
@@ -152,14 +153,17 @@ class TensorMath(TorchFunctionMode):
             return func(*self.whole(args), **self.whole(kwargs))
         own_args, own_kwargs = rebuilt([list(args), kwargs], lambda leaf, _: self._divided(leaf))
         result, is_whole = self._or_whole(func, args, kwargs, own_args, own_kwargs)
+        # Of weights, as those of an embedding, the ranks add results, and gather nothing.
+        outputs = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.nn.Parameter)]
+        least = min((leaf.numel() for leaf in outputs if _is_divided(leaf)), default=None)
         if args and result is own_args[0]:
             return first
 
         def plain(leaf: Any, path: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or _is_divided(leaf):
                 return leaf
-            if is_whole or (leaf.placements[0].is_replicate() and leaf.numel() >= first.numel()):  # type: ignore[attr-defined]
-                _tell(func)
+            if is_whole or (least is not None and leaf.placements[0].is_replicate() and leaf.numel() >= least):  # type: ignore[attr-defined]
+                self._tell(name)
             leaf = self._plain(leaf) if self._is_own(leaf) else leaf
             if name in _VIEWS:
                 setattr(leaf, _COPY, True)
@@ -213,7 +217,7 @@ class TensorMath(TorchFunctionMode):
             [self._along(each, axis, is_mask=each is attn_mask) for each in given] if axis <= -3 else [None]
         )
         if any(way is None for way in ways):
-            _tell(_attention)
+            self._tell(_attention.__name__)
             return _attention(*self.whole([query, key, value, attn_mask]), dropout_p, *more, **options)
         own = [way.to_local(grad_placements=way.placements if _is_divided(way) else [Partial()]) for way in ways]
         own += [None] * (4 - len(own))
@@ -245,6 +249,20 @@ class TensorMath(TorchFunctionMode):
             drawn = func(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), p, True)
             own = spread(drawn, self.mesh, tensor.placements[0])
         return tensor.mul_(own) if inplace else tensor * own
+
+    def _tell(self, name: str) -> None:
+        """Tell that ranks gather a tensor for a function, and not where it is only compared."""
+        if self.is_compared:
+            return
+        where = self._where()
+        cure = (
+            " If it is of a joined projection, say 'packed2' or 'packed3' of that in plan=." if name in _VIEWS else ""
+        )
+        say_once(
+            f"gathers in {name} of {where}",
+            f"tensor_parallel=: {name}() in {where} needs the whole of a tensor that plan= divides, so that ranks "
+            f"gather it in each forward. That is right, and slow.{cure}",
+        )
 
     def _plain(self, tensor: Any) -> Any:
         found = tensor.full_tensor()
@@ -313,15 +331,6 @@ def _is_by_heads(args: Any, own: list[Any], *, is_compared: bool) -> bool:
 def _place() -> object:
     """Return a value that differs inside of an activation checkpoint."""
     return torch.is_grad_enabled(), saving_hooks()
-
-
-def _tell(func: Callable[..., Any]) -> None:
-    name = getattr(func, "__name__", str(func))
-    say_once(
-        f"gathers in {name}",
-        f"tensor_parallel=: {name}() needs the whole of a tensor that plan= divides, so that ranks gather it in each "
-        "forward. That is right, and slow: a joined projection is 'packed2' or 'packed3' in plan=.",
-    )
 
 
 def _refuse_graph(gradient: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ class TensorParallel:
     """
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan | None) -> None:
-        self.math, self._net, self._mesh = TensorMath(mesh), net, mesh
+        self.math, self._net, self._mesh = TensorMath(mesh, self._where), net, mesh
         self._words = words_of(net, plan, mesh.size())
         self.names, self._forwards = list(self._words), 0
         self._entered: list[Any] = []
@@ -129,6 +129,11 @@ class TensorParallel:
         entered.__exit__(None, None, None)
         is_whole = module in self._gathered or ((is_outermost or module is self._net) and not in_backward())
         return self.math.whole(output) if is_whole else output
+
+    def _where(self) -> str:
+        """Return the pattern of the names of the module that computes."""
+        names = {module: name for name, module in self._net.named_modules()}
+        return pattern_of(names.get(self._entered[-1][0], "") if self._entered else "") or "the model"
 
     def _states(self) -> torch.Tensor:
         kind, states = self._mesh.device_type, [torch.get_rng_state()]
