@@ -241,14 +241,11 @@ def test_a_check_refuses_what_is_said_wrongly(name: str, options: dict[str, Any]
         simulated(weighed_wrongly, name, loss=name, check=True, microbatches=4, **options)
 
 
-def without_sense(targets: torch.Tensor) -> float:
-    return -1.0
-
-
-def test_weights_below_zero_are_refused() -> None:
+@pytest.mark.parametrize("weight", [lambda y: -1.0, lambda y: y != 0, lambda y: None], ids=["negative", "mask", "none"])
+def test_weights_that_are_no_number_are_refused(weight: Any) -> None:
     """A weight= that returns no count is an error before a forward."""
-    with pytest.raises(ModelError, match="how much counts in a target, from 0"):
-        simulated(weighed_wrongly, "apart", loss="apart", weight=without_sense)
+    with pytest.raises(ModelError, match="it returns one number, how much counts in a target"):
+        simulated(weighed_wrongly, "apart", loss="apart", weight=weight)
 
 
 def by_function() -> list[float]:

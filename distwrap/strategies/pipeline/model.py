@@ -211,9 +211,17 @@ class PipelineRouting(Routing):
             return [1.0] * len(parts)
         weight, weights = self.settings.weight, [1.0] * len(parts)
         if weight is not None:
-            weights = [float(weight(_target(method, args, kwargs))) for args, kwargs in parts]
-            if not all(each >= 0 and math.isfinite(each) for each in weights):
-                raise ModelError(f"weight= has returned {weights}: it returns how much counts in a target, from 0.")
+            found = [weight(_target(method, args, kwargs)) for args, kwargs in parts]
+            try:
+                weights = [float(each) for each in found]
+                counts = all(each >= 0 and math.isfinite(each) for each in weights)
+            except (TypeError, ValueError, RuntimeError):  # None, a tensor of several numbers
+                counts = False
+            if not counts:
+                raise ModelError(
+                    f"weight= has returned {found[0]!r}: it returns one number, how much counts in a target, as "
+                    "(target != pad).sum()."
+                )
         total = sum(weights)
         return [each / total if total else 1 / len(parts) for each in weights]
 

@@ -204,7 +204,8 @@ class StageRunner:
                     "From stage to stage goes only the output of one block, to the next one: let blocks pass on more."
                     if source in self.blocks.names
                     else f"Let every stage hold it: PipelineStrategy(everywhere=[{module!r}]). Without that the first "
-                    "stage holds what is registered before the blocks, and the last one what is registered after them."
+                    "stage holds what is registered before the blocks, and the last one what is registered after them. "
+                    "If it is what went into a block, as in x = x + block(x), put the addition into the block."
                 )
                 raise ModelError(f"{what} depends on {source}, whose numbers another stage has. {hint}")
 
