@@ -304,8 +304,8 @@ def _routings(thing: nn.Module | Optimizer) -> list[PipelineRouting]:
             if isinstance(parameter, RemoteTensor) and id(parameter) not in known:
                 raise ModelError(
                     f"{type(thing).__name__} holds {parameter.source!r}, a parameter of a model under "
-                    "strategy='pipeline' whose wrapper is gone, so nobody knows which rank has its numbers and state. Keep what wrap_model() has "
-                    "returned as long as the optimizer is in use."
+                    "strategy='pipeline' whose wrapper is gone, so nobody knows which rank has its numbers and "
+                    "state. Keep what wrap_model() has returned as long as the optimizer is in use."
                 )
     return routings
 
