@@ -187,8 +187,8 @@ class StageRunner:
                 raise
             raise ModelError(
                 f"the block {self._guessed!r} reads its own numbers, so that other stages take what it returns for one "
-                f"tensor like its first argument, and the block {name!r} cannot go on with that: {error}. Let it return "
-                "one such tensor; or compute what it returns beside that without item() or float()."
+                f"tensor like its first argument, and the block {name!r} cannot go on with that: {error}. Let it "
+                "return one such tensor; or compute what it returns beside that without item() or float()."
             ) from error
         finally:
             RemoteTensor.draws = True
