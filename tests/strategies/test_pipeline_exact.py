@@ -201,6 +201,8 @@ def measured(expected: dict[str, Any]) -> None:
     for _ in range(2):
         with pytest.raises(ModelError, match=r"'blocks\.1' has passed on other Python values .* as a tensor"):
             model.loss(x[:2], 0.5, y[:2])
+    with pytest.raises(ModelError, match=r"'blocks\.0' reads its own numbers.*'blocks\.1' cannot go on"):
+        model.loss(x, 0.5, y)
     assert all(parameter.grad is None for parameter in model.parameters())
     torch.testing.assert_close(model(x[:2], 0.5), expected["output"], rtol=0, atol=1e-9)
 

@@ -360,7 +360,8 @@ class SchedulePass:
             expected, tensors = hollow(), iter(received)  # with the plain values of this very run
             buffers.append(runner.versions())
             self._passed[stage - 1] -= _told(expected, number)
-            _check_like(tensors_in(expected), self._outputs[stage - 1], stage - 1)
+            if len(tensors_in(expected)) != len(tensors_in(self._outputs[stage - 1])):
+                raise PeerFailedError  # the stage before says why, or what was told differs
             return map_tensors(lambda _: next(tensors).clone(), expected)
 
         starts = {blocks.ends[stage - 1] - 1: start} if stage else {}

@@ -43,6 +43,7 @@ class StageRunner:
     def __init__(self, net: nn.Module, blocks: BlockList, streams: Streams) -> None:
         self.net, self.blocks, self._streams = net, blocks, streams
         self._run: Callable[..., Any] | None = None
+        self._guessed = ""  # the first block whose output is taken for a tensor like its first argument
         self._before = [dict(vars(block)) for block in blocks.blocks]
         for number, block in enumerate(blocks.blocks):
             replace_calls(block, partial(self._called, number))
@@ -101,7 +102,7 @@ class StageRunner:
             after(number, output)
             return output
 
-        self._run = block
+        self._run, self._guessed = block, ""
         try:
             result = method(*given[0], **given[1])
         except StopForward:
@@ -180,6 +181,15 @@ class StageRunner:
             first = tensors_in((args, kwargs))[0]
             trains = first.requires_grad or any(parameter.requires_grad for parameter in block.parameters())
             output = RemoteTensor.like(first, name).detach().requires_grad_(trains and torch.is_grad_enabled())
+            self._guessed = self._guessed or name
+        except Exception as error:
+            if not self._guessed or isinstance(error, ModelError):
+                raise
+            raise ModelError(
+                f"the block {self._guessed!r} reads its own numbers, so that other stages take what it returns for one "
+                f"tensor like its first argument, and the block {name!r} cannot go on with that: {error}. Let it "
+                "return one such tensor; or compute what it returns beside that without item() or float()."
+            ) from error
         finally:
             RemoteTensor.draws = True
 
