@@ -6,6 +6,7 @@ adds the defaults that need the package.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -389,8 +390,12 @@ class Strategy(StateLayout):
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "formerly"}
-        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        return f"{type(self).__name__}({options})"
+        if "checks" in shown:  # since check() is a method
+            shown["check"] = shown.pop("checks")
+        shown |= shown.pop("ddp_options", {})
+        defaults = {name: each.default for name, each in inspect.signature(type(self)).parameters.items()}
+        differ = [f"{name}={value!r}" for name, value in shown.items() if repr(value) != repr(defaults.get(name))]
+        return f"{type(self).__name__}({', '.join(differ)})"
 
 
 class Launcher(ABC):
