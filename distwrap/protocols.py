@@ -274,6 +274,7 @@ class Strategy(StateLayout):
             strategy has made.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         same_weights: whether all ranks hold the same weights after each step, so that distwrap compares them.
+        is_simulated: whether its ranks can be simulated: they exchange by torch's process groups alone.
         device: the device of its only process, if that is neither torch's accelerator nor the CPU.
         formerly: the name of another package by which it was chosen; a line at the start says what that name became.
     """
@@ -285,6 +286,7 @@ class Strategy(StateLayout):
     steps_parameters: bool = False
     averages_at_once: bool = False
     same_weights: bool = True
+    is_simulated: bool = True
     device: torch.device | None = None
     formerly: str = ""
 
