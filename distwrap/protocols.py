@@ -6,6 +6,7 @@ adds the defaults that need the package.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -273,6 +274,7 @@ class Strategy(StateLayout):
             strategy has made.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         same_weights: whether all ranks hold the same weights after each step, so that distwrap compares them.
+        is_simulated: whether its ranks can be simulated: they exchange by torch's process groups alone.
         device: the device of its only process, if that is neither torch's accelerator nor the CPU.
         formerly: the name of another package by which it was chosen; a line at the start says what that name became.
     """
@@ -284,6 +286,7 @@ class Strategy(StateLayout):
     steps_parameters: bool = False
     averages_at_once: bool = False
     same_weights: bool = True
+    is_simulated: bool = True
     device: torch.device | None = None
     formerly: str = ""
 
@@ -389,8 +392,12 @@ class Strategy(StateLayout):
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "formerly"}
-        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        return f"{type(self).__name__}({options})"
+        if "checks" in shown:  # since check() is a method
+            shown["check"] = shown.pop("checks")
+        shown |= shown.pop("ddp_options", {})
+        defaults = {name: each.default for name, each in inspect.signature(type(self)).parameters.items()}
+        differ = [f"{name}={value!r}" for name, value in shown.items() if repr(value) != repr(defaults.get(name))]
+        return f"{type(self).__name__}({', '.join(differ)})"
 
 
 class Launcher(ABC):

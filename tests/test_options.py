@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
+import distwrap as dw
 from distwrap import available_launchers, available_strategies, distributed, setup_process_group, world_size
 from distwrap.errors import OptionError
 from distwrap.former_names import REMOVED
@@ -446,6 +447,18 @@ def test_another_packages_name_stands_for_what_it_became(name: str, became: str,
     assert (repr(options.strategy), options.launcher) == (repr(strategies.make(became)), launcher)
     assert not isinstance(options.strategy, str)
     assert options.strategy.formerly == name.partition("(")[0]
+
+
+def test_a_strategy_shows_the_options_that_differ() -> None:
+    """As they are written, so that what the line of a start shows can be pasted."""
+    for text in (
+        "FSDPStrategy(reshard_after_forward=False)",
+        "FSDPStrategy(tensor_parallel=2, plan='gpt', check=True)",
+        "PipelineStrategy(loss='loss', check=True)",
+        "DDPStrategy(static_graph=True)",
+        "DDPStrategy()",
+    ):
+        assert repr(eval(text, {name: getattr(dw, name) for name in dir(dw) if name.endswith("Strategy")})) == text
 
 
 def test_a_name_of_what_is_not_there_yet_keeps_its_hint() -> None:

@@ -54,7 +54,7 @@ class AutoStrategy(base.Strategy):
 
     Example:
         >>> AutoStrategy(device_memory="80GB")
-        AutoStrategy(device_memory='80GB', optimizer='adamw', backend=None)
+        AutoStrategy(device_memory='80GB')
     """
 
     def __init__(

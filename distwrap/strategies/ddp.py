@@ -38,7 +38,7 @@ class DDPStrategy(Strategy):
 
     Example:
         >>> DDPStrategy(static_graph=True, backend="gloo")
-        DDPStrategy(backend='gloo', comm=None, ddp_options={'static_graph': True})
+        DDPStrategy(backend='gloo', static_graph=True)
     """
 
     def __init__(self, *, backend: str | None = None, comm: str | Algorithm | None = None, **ddp_options: Any) -> None:

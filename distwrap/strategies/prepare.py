@@ -102,7 +102,8 @@ def wrap_model(
                 "sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU. Leave "
                 "it out here."
             )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        if where.type != "cpu":  # on which BatchNorm of one process does the same
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
     _refuse_divided(model, world)
     world.part(Unwrapped).local.discard(model)

@@ -23,6 +23,8 @@ from distwrap.strategies.ddp import DDPStrategy
 class XLAStrategy(DDPStrategy):
     """DDP on torch_xla's devices; ``strategy="xla"``, which needs ``launcher="xla"``."""
 
+    is_simulated = False
+
     def check(self, run: Options) -> None:
         super().check(run)
         if run.launcher != "xla":

@@ -34,7 +34,7 @@ class ZeroStrategy(DDPStrategy):
 
     Example:
         >>> ZeroStrategy()
-        ZeroStrategy(backend=None, comm=None, ddp_options={})
+        ZeroStrategy()
     """
 
     shards = True

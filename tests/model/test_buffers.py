@@ -17,7 +17,7 @@ from distwrap.environments import distwrap_environment
 from distwrap.errors import ModelError, OptionError
 from distwrap.model import buffers
 from distwrap.model.wrapped_models import handle_of
-from distwrap.testing import run_ranks
+from distwrap.testing import run_ranks, simulate
 
 
 class Net(nn.Module):
@@ -217,7 +217,12 @@ def test_sync_batchnorm_is_refused_on_the_cpu_before_any_step() -> None:
             dw.wrap_model(Net(), sync_batchnorm=True)
 
     run_ranks(on_rank, 2)
-    assert dw.wrap_model(Net(), sync_batchnorm=True)(torch.randn(3, 2, dtype=torch.float64)).shape == (3, 2)
+
+    def computed() -> torch.Size:
+        found: torch.Tensor = dw.wrap_model(Net(), sync_batchnorm=True)(torch.randn(3, 2, dtype=torch.float64))
+        return found.shape
+
+    assert [computed(), *simulate(computed, 1)] == [(3, 2)] * 2  # the second in a process group
 
 
 def test_a_rank_ahead_of_rank_zero_waits_for_its_statistics() -> None:

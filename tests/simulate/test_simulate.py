@@ -311,6 +311,12 @@ def _simulates() -> None:
     simulate(_meets, 2)
 
 
+@pytest.mark.parametrize("strategy", ["deepspeed", "horovod", "hivemind(target_batch_size=64, batch_size=16)"])
+def test_a_strategy_that_meets_in_a_way_of_its_own_is_refused(strategy: str) -> None:
+    with pytest.raises(OptionError, match="Strategy meets in a way of its own, which cannot be simulated"):
+        simulate(abs, 2, -1, strategy=strategy)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(LaunchError, match="one simulation"):
         simulate(_simulates, 2)

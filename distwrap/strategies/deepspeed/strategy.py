@@ -78,6 +78,7 @@ class DeepSpeedStrategy(Strategy):
 
     steps_parameters = True
     places_model = True
+    is_simulated = False
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     tensor_parallel = None
     if tensor_mesh is not None:
         tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan)
-        if strategy.checks_plan:
+        if strategy.checks:
             PlanCheck(net, tensor_parallel)
         said = f"tensor_parallel={tensor_mesh.size()}:\n{tensor_parallel!r}"
         say_once("in groups", said)

@@ -100,7 +100,7 @@ class FSDPStrategy(Strategy):
         if tensor_parallel is None and (plan is not None or check):
             raise OptionError("FSDPStrategy(): plan= and check= need tensor_parallel=, which is None.")
         check_plan(plan)
-        self.tensor_parallel, self.plan, self.checks_plan = tensor_parallel, plan, check
+        self.tensor_parallel, self.plan, self.checks = tensor_parallel, plan, check
         self.shard, self.wrap, self.reshard_after_forward = shard, wrap, reshard_after_forward
         self.cpu_offload, self.checkpointing, self.backend = cpu_offload, checkpointing, backend
 
@@ -141,7 +141,7 @@ class FSDPStrategy(Strategy):
         for name in options:
             if name not in known:
                 raise OptionError(unknown_name("option of wrap_model() under fsdp", name, known, REMOVED["option"]))
-        own_values = {name: self.checks_plan if name == "check" else getattr(self, name) for name in own}
+        own_values = {name: self.checks if name == "check" else getattr(self, name) for name in own}
         return FSDPStrategy(**{**own_values, **options}) if options else self
 
     # A step

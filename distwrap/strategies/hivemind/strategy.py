@@ -78,6 +78,7 @@ class HivemindStrategy(Strategy):
     """
 
     same_weights = False
+    is_simulated = False
 
     target_batch_size: int | None = option(None, either(None, whole(1)))
     batch_size: int | None = option(None, either(None, whole(1)))

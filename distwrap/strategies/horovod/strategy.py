@@ -39,6 +39,8 @@ class HorovodStrategy(DDPStrategy):
         'fp16'
     """
 
+    is_simulated = False
+
     @refuses_removed
     def __init__(
         self,

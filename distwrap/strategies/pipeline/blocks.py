@@ -105,10 +105,16 @@ def find_blocks(net: nn.Module, stages: int, split: Sequence[str] | None) -> Blo
 
 def _split_by_names(net: nn.Module, stages: int, split: list[str]) -> BlockList:
     if len(split) != stages - 1:
-        raise OptionError(f"split={split!r} names the beginnings of {len(split) + 1} stages, and there are {stages}.")
+        raise OptionError(
+            f"split={split!r} names the beginnings of {len(split) + 1} stages, and there are {stages}: name "
+            f"{stages - 1}, without the first stage's, which begins with the first block."
+        )
     parent = split[0].rpartition(".")[0]
     modules = dict(net.named_modules(remove_duplicate=False))
-    found = _children(parent, modules[parent]) if parent in modules else BlockList([], [], [])
+    if parent not in modules:
+        lists = [name for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+        raise OptionError(unknown_name("list of blocks in split=", parent, lists))
+    found = _children(parent, modules[parent])
     for name in split:
         if name not in found.names:
             raise OptionError(unknown_name(f"block of {parent or type(net).__name__} in split=", name, found.names))

@@ -139,9 +139,9 @@ class PipelineStrategy(Strategy):
         name, net = self.loss, unwrap_model(model)
         if callable(name):
             name = _put_loss(net, name)
-        elif name is not None and not callable(getattr(net, name, None)):
-            methods = [each for each in dir(net) if not hasattr(nn.Module, each) and callable(getattr(net, each))]
-            raise ModelError(unknown_name(f"method of {type(net).__name__} in loss=", name, methods))
+        elif name is not None and not _is_method(net, name):
+            methods = [each for each in dir(net) if not hasattr(nn.Module, each) and _is_method(net, each)]
+            raise ModelError(unknown_name(f"method of {type(net).__name__} in loss=", name, ["forward", *methods]))
         if world.placement.world_size == 1:
             return local(model, wrapping)
         if wrapping.comm is not None:
@@ -278,6 +278,11 @@ def _adopt(optimizer: Optimizer) -> None:
                 f"one {type(optimizer).__name__} holds parameters of a model under strategy='pipeline' and of one "
                 f"under {type(other).__name__}, which divide it in different ways. Make an optimizer for each model."
             )
+
+
+def _is_method(net: nn.Module, name: str) -> bool:
+    found = getattr(net, name, None)
+    return callable(found) and not isinstance(found, nn.Module)
 
 
 def _put_loss(net: nn.Module, function: Callable[[Any, Any], torch.Tensor]) -> str:

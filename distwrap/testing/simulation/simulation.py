@@ -208,9 +208,10 @@ class SimulateLauncher(Launcher):
 
     def check(self, job: Job) -> None:
         strategy = job.task.options.strategy
-        if isinstance(strategy, Strategy) and type(strategy).join is not Strategy.join:
+        if isinstance(strategy, Strategy) and not strategy.is_simulated:
             raise OptionError(
-                f"strategy={strategy!r} meets in a way of its own, which cannot be simulated: choose another launcher."
+                f"{type(strategy).__name__} meets in a way of its own, which cannot be simulated: leave "
+                "launcher='simulate' out, or run the function on real ranks by distwrap.testing.run_ranks()."
             )
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
