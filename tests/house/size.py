@@ -38,7 +38,7 @@ def _strategies(words: str) -> tuple[str, ...]:
 # takes it to its goal.
 ROWS = {
     "modules": Row(1850 - 190, 2564, 2143, ("",)),  # falls with part 3
-    "protocols": Row(190, 148, 181, ("protocols.py",)),
+    "protocols": Row(190, 154, 187, ("protocols.py",)),
     "_internals": Row(650, 1346, 1359, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1086, 944, ("cli/",)),  # part 3
@@ -54,9 +54,9 @@ ROWS = {
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 1001, 911, ("prove/",)),  # part 3
     "supervision": Row(800, 1511, 1574, ("supervision/",)),  # part 3
-    "testing": Row(1300, 1312, 1312, ("testing/",)),  # part 1
+    "testing": Row(1300, 1313, 1312, ("testing/",)),  # part 1
     "timing": Row(650, 826, 776, ("timing/",)),  # part 1
-    "strategies: ddp and its like": Row(1100, 1259, 1166, ("strategies/",)),  # part 1; with the front door
+    "strategies: ddp and its like": Row(1100, 1261, 1168, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
         430, 551, 490, _strategies("zero.py optimizer_s owned_tensors.py separable.py")
     ),  # part 2
@@ -66,9 +66,9 @@ ROWS = {
             "fsdp/ activations.py adoption.py divided_ meshes.py named_inputs.py rendezvous.py shards.py"
         ),
     ),  # part 2
-    "strategies: pipeline": Row(800, 1684, 1547, _strategies("pipeline/")),  # part 2
+    "strategies: pipeline": Row(800, 1704, 1559, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
-    "strategies: engines": Row(1100, 1800, 1592, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
+    "strategies: engines": Row(1100, 1803, 1595, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
 FILES, FILES_GOAL = 395, 290
 
