@@ -18,7 +18,7 @@ from distwrap.group.world import current_world
 from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.strategies.pipeline.blocks import find_blocks
 from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
-from distwrap.testing import run_ranks
+from distwrap.testing import run_ranks, simulate
 
 WORDS, LENGTH, WIDTH, BATCH = 11, 5, 8, 12
 
@@ -362,6 +362,17 @@ class Unlike(GPT):
             if self.way == "looking" and x.sum().item() > 1e9:
                 break
         return self.head(x + outputs[0] if self.way == "skipping" else x)
+
+
+def test_a_loss_that_is_a_module_and_a_split_that_is_misspelt() -> None:
+    """The messages say which methods and lists there are."""
+    for options, words in (
+        ({"loss": "blocks"}, r"in loss= 'blocks'\. .*forward"),
+        ({"split": ["block.2"]}, r"in split= 'block'\. Did you mean 'blocks'\?"),
+        ({"split": ["blocks.1", "blocks.2"]}, r"name 1, without the first stage's"),
+    ):
+        with pytest.raises((ModelError, OptionError), match=words):
+            simulate(lambda: dw.wrap_model(GPT()) and None, 2, strategy=PipelineStrategy(**options))  # type: ignore[arg-type]
 
 
 def refused() -> None:
