@@ -60,8 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
     Byte code is written as pip does, also where PYTHONDONTWRITEBYTECODE is set: a thousand interpreters read it. And
     Ctrl-C and Ctrl-\\ are heard, which programs ignore that are started from a script in the background.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # and SIGHUP, which nohup ignores
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     orphans.adopt_orphans()
     costs.configure(config)
     if not hasattr(config, "workerinput"):

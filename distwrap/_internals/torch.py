@@ -353,10 +353,18 @@ def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
 
 
+def with_step_hooks(step: Any) -> Any:
+    """Return a step of an optimizer around which torch calls its step hooks.
+
+    Relies on ``torch.optim:Optimizer.profile_hook_step``.
+    Without it: step hooks of an engine's optimizer are not called.
+    """
+    return getattr(torch.optim.Optimizer, "profile_hook_step", lambda step: step)(step)
+
+
 @functools.cache
 def _code_around_steps() -> Any:
-    wrapped: Any = getattr(torch.optim.Optimizer, "profile_hook_step", lambda step: step)(lambda: None)
-    return wrapped.__code__
+    return with_step_hooks(lambda: None).__code__
 
 
 def is_within_own_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -27,7 +27,7 @@ from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.places import place
-from distwrap.strategies.pipeline.remote import is_here
+from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
 from distwrap.supervision import stacks
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
@@ -148,8 +148,8 @@ class _Rank:
 
     def call(self, module: nn.Module, given: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
-        if type(module).__module__.startswith(_OF_STAGES):
-            return  # the user's model is called in it
+        if RemoteTensor.finds_shapes or type(module).__module__.startswith(_OF_STAGES):
+            return  # which is no call of the user's, or in which the user's model is called
         if id(module) not in self._roots:
             if id(module) in self._inner:
                 return

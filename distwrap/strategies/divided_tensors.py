@@ -94,8 +94,9 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
     Example:
         >>> layer = torch.nn.Linear(2, 2)
         >>> with gathered_weights(layer), torch.no_grad():
-        ...     layer.weight[0].zero_()
-        tensor([0., 0.])
+        ...     layer.weight.fill_(1)[0] = 0
+        >>> layer.weight.sum().item()
+        2.0
     """
     net = unwrap_model(model)
     places = [(own_parameters(part), name) for part in net.modules() for name in own_parameters(part)]

@@ -145,6 +145,7 @@ def test_importing_distwrap_needs_none_of_them() -> None:
     """With any of the names hidden, distwrap and all of its modules can be imported."""
     pytest.importorskip("cloudpickle")
     here = [each for each in TABLE if each.can_be_hidden and each.is_in(TORCH_RELEASE)]
+    here = [each for each in here if importlib.util.find_spec(each.module.partition(".")[0]) is not None]  # of engines
     hidden = list(dict.fromkeys((each.module, each.owner, each.name) for each in here))
     done = run_python("-c", HIDE_EACH, json.dumps(hidden), timeout=300)
     assert done.returncode == 0, done.stderr

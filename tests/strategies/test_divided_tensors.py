@@ -21,9 +21,11 @@ from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.world import current_world
 from distwrap.testing import simulate
 from tests.plans import TP
+from tests.slow import slow
 from tests.strategies.divided_uses import DRAWS, FURTHER, INITS, LOSSES, PARTIAL, PARTS, READS
 
 Found = dict[str, str]
+SWEEPS = "sweeps some hundred uses of tensors"
 
 # Reads, among 190, that torch refuses: which of a mask's numbers are here, say.
 REFUSED = {
@@ -117,7 +119,11 @@ def wrong(found: list[Found]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "rows"), [(2, "fsdp", 6), (3, "fsdp", 7), (2, "rows", 6), (2, "columns", 6), (2, "pieces", 8)]
+    ("ranks", "strategy", "rows"),
+    [
+        (2, "fsdp", 6),
+        *(slow(*each, why=SWEEPS) for each in ((3, "fsdp", 7), (2, "rows", 6), (2, "columns", 6), (2, "pieces", 8))),
+    ],
 )
 def test_reads_are_of_the_whole_weight(ranks: int, strategy: str, rows: int) -> None:
     """190 kinds of numbers, and what is computed from what ranks add up, also of unequal parts and pieces."""
@@ -199,6 +205,7 @@ def _changes(rows: int) -> Found:
     return found
 
 
+@pytest.mark.slow(SWEEPS)
 def test_changes_of_parts_have_their_effect_or_are_refused() -> None:
     """Rows, slices, masks, chunks, views, ``out=`` and ``.data = …``; what torch itself refuses stays so."""
     for ranks, strategy, rows in ((2, "fsdp", 6), (3, "fsdp", 7), (2, "rows", 6)):
@@ -242,6 +249,7 @@ def _in_place(rows: int) -> Found:
     return found
 
 
+@pytest.mark.slow(SWEEPS)
 def test_methods_in_place_do_what_they_do_in_one_process() -> None:
     """All of torch's, with several arguments."""
     for ranks, rows in ((2, 6), (3, 7)):

@@ -12,6 +12,7 @@ import distwrap as dw
 from distwrap import FSDPStrategy
 from distwrap.errors import ModelError
 from distwrap.testing import simulate
+from tests.slow import slow
 
 
 class Block(nn.Module):
@@ -58,7 +59,10 @@ def _trained(kind: str, twice: bool) -> list[list[float]]:
     return [losses, [float(each.double().sum()) for each in model.buffers()]]
 
 
-@pytest.mark.parametrize("kind", ["", "dropout", "batch norm", "spectral", "in place", "set"])
+@pytest.mark.parametrize(
+    "kind",
+    ["batch norm", *(slow(each, why="batch norm shows it") for each in ("", "dropout", "spectral", "in place", "set"))],
+)
 def test_blocks_that_change_buffers_have_the_gradients_of_their_forward(kind: str) -> None:
     """Losses and buffers of four steps, also with two backwards through one graph."""
     for twice in (False, True):

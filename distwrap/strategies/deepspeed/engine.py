@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.deepspeed import forget_group, without_compiler
-from distwrap._internals.torch import mark_steps_as_watched, version_of
+from distwrap._internals.torch import mark_steps_as_watched, version_of, with_step_hooks
 from distwrap.environments.variables import variables_set
 from distwrap.errors import ModelError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
@@ -277,7 +277,7 @@ class EngineOptimizer(Optimizer):
         with self.engine.at_work():
             self._step()
 
-    @Optimizer.profile_hook_step
+    @with_step_hooks
     def _step(self) -> None:
         self.engine.step()
 

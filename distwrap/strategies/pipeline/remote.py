@@ -45,12 +45,14 @@ class RemoteTensor(torch.Tensor):
         nominal: the device on which its stage has it.
         has_gradient: whether the parameter has a gradient on its stage.
         draws: whether functions that draw random numbers go on with the generators, as with numbers.
+        finds_shapes: whether the model runs now to find sizes alone, which is no forward of the user's.
     """
 
     source = "another stage"
     nominal = torch.device("cpu")
     has_gradient = False
     draws: ClassVar[bool] = True
+    finds_shapes: ClassVar[bool] = False
 
     @staticmethod
     def like(tensor: torch.Tensor, source: str) -> RemoteTensor:

@@ -126,10 +126,12 @@ class StageRunner:
 
         given = map_tensors(torch.clone, given)
         before = [(vars(module), dict(vars(module))) for module in self.net.modules()]
+        RemoteTensor.finds_shapes = True
         try:
             with self._streams.of_pass():
                 self.apart(lambda: self.run(method, given, (), {}, after))
         finally:
+            RemoteTensor.finds_shapes = False
             for own, kept in before:
                 own.clear()
                 own.update(kept)

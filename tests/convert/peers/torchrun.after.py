@@ -95,7 +95,7 @@ class Trainer:
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": epoch + 1,
         }
-        if is_rank_zero(): save(snapshot, self.snapshot_path)
+        if is_rank_zero(): save(snapshot, self.snapshot_path, alone=True)
         print(f"Epoch {epoch} | Training snapshot saved at {self.snapshot_path}")
 
     def train(self, max_epochs: int):
