@@ -37,7 +37,7 @@ def run(
         arguments: of the script's command line.
         folder: in which it runs; by default the script's own.
     """
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DISTWRAP_QUIET": "1"}
+    shared = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DISTWRAP_QUIET": "1", LEAVE_LATE: "1"}
     command = [sys.executable, str(script), *arguments]
     with contextlib.ExitStack() as files:
         nothing = files.enter_context(open(os.devnull))
