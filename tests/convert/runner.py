@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.interpreters import ROOT, interpreter
+from tests.interpreters import LEAVE_LATE, ROOT, interpreter
 from tests.ports import free_port
 
 
