@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from distwrap._internals.torch_calls import replaced
+
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
@@ -16,12 +18,8 @@ def without_compiler() -> Iterator[None]:
     Relies on ``deepspeed.comm.torch:build_shm_op``.
     Without it: each start on a CPU compiles for minutes.
     """
-    comm: Any = sys.modules["deepspeed.comm.torch"]
-    build, comm.build_shm_op = comm.build_shm_op, lambda: None
-    try:
+    with replaced([(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)]):
         yield
-    finally:
-        comm.build_shm_op = build
 
 
 def forget_group() -> None:

@@ -33,6 +33,11 @@ def visible_devices() -> Devices:
     return Devices(kind.type, count) if (count := kind.count()) else Devices("cpu", 0)
 
 
+def are_shared(asked: bool, devices: Devices, ranks_here: int) -> bool:
+    """Return whether ranks share devices: there are some, but fewer than ranks here, and sharing was asked for."""
+    return asked and 0 < devices.count < ranks_here
+
+
 def choose_nprocs(asked: int | str, devices: Devices) -> int:
     """Return how many processes to start: as asked, or one for each accelerator, or one.
 

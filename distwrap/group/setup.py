@@ -154,7 +154,7 @@ def join(
     SECONDS("timeout", options.timeout)
     simulated = simulation()
     visible = selection.visible_devices()
-    shared = options.share_devices and 0 < visible.count < placement.local_world_size
+    shared = selection.are_shared(options.share_devices, visible, placement.local_world_size)
     told = shared or device is not None  # that other ranks may have the same one
     device = device or selection.choose_device(placement, visible, shared=shared)
     kind_of(device).use(device)
@@ -322,7 +322,7 @@ def announce(world: World, launcher: str) -> None:
         f"precision {world.options.precision}, started by {launcher}, {threads} thread{'s' * (threads > 1)} per rank"
     )
     visible = selection.visible_devices()
-    if world.options.share_devices and 0 < visible.count < place.local_world_size:
+    if selection.are_shared(world.options.share_devices, visible, place.local_world_size):
         say(
             f"share_devices: {place.local_world_size} ranks take turns on {visible.count} {visible.kind} device(s), "
             f"for trying out: this is no faster than one rank"

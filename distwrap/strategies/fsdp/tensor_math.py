@@ -153,16 +153,18 @@ class TensorMath(TorchFunctionMode):
             return func(*self.whole(args), **self.whole(kwargs))
         own_args, own_kwargs = rebuilt([list(args), kwargs], lambda leaf, _: self._divided(leaf))
         result, is_whole = self._or_whole(func, args, kwargs, own_args, own_kwargs)
-        # Of weights, as those of an embedding, the ranks add results, and gather nothing.
-        outputs = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.nn.Parameter)]
-        least = min((leaf.numel() for leaf in outputs if _is_divided(leaf)), default=None)
         if args and result is own_args[0]:
             return first
+
+        def is_gathered_of(leaf: Any) -> bool:
+            # Of weights, as those of an embedding, the ranks add results, and gather nothing.
+            outputs = (each for each in tree_leaves((args, kwargs)) if not isinstance(each, torch.nn.Parameter))
+            return any(_is_divided(each) and leaf.numel() >= each.numel() for each in outputs)
 
         def plain(leaf: Any, path: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or _is_divided(leaf):
                 return leaf
-            if is_whole or (least is not None and leaf.placements[0].is_replicate() and leaf.numel() >= least):  # type: ignore[attr-defined]
+            if is_whole or (leaf.placements[0].is_replicate() and is_gathered_of(leaf)):  # type: ignore[attr-defined]
                 self._tell(name)
             leaf = self._plain(leaf) if self._is_own(leaf) else leaf
             if name in _VIEWS:
