@@ -319,12 +319,12 @@ def is_about_rank(text: str) -> bool:
     """Return whether a condition tests the rank.
 
     Example:
-        >>> is_about_rank("rank == 0"), is_about_rank("dist.get_rank() == 0 and x"), is_about_rank("ranking")
-        (True, True, False)
+        >>> [is_about_rank(each) for each in ("rank == 0", "get_rank() == 0 and x", "os.environ['RANK']", "ranking")]
+        [True, True, True, False]
     """
     return (
         re.search(
-            r"\b(local_|global_)?(rank|is_main_process|is_master|is_rank_zero|is_global_zero|process_index|get_rank)\b|\bgpu(_id)?\s*==\s*0",
+            r"(?i)\b(local_|global_)?(rank|is_main_process|is_master|is_rank_zero|is_global_zero|process_index|get_rank)\b|\bgpu(_id)?\s*==\s*0",
             text,
         )
         is not None

@@ -98,7 +98,7 @@ def test_hooks_and_overflows_of_a_step() -> None:
 
 
 class Failing(torch.optim.SGD):
-    """Raises in its second step, before it or after it."""
+    """Raises in its second step, before it, within it or after its parent's, which has hooks like its own."""
 
     calls, when = 0, "before"
 
@@ -106,7 +106,13 @@ class Failing(torch.optim.SGD):
         self.calls += 1
         if self.calls == 2 and self.when == "before":
             raise FloatingPointError("before")
-        super().step(closure)
+        if self.when == "parent":
+            super().step(closure)
+        else:
+            with torch.no_grad():
+                for each in self.param_groups[0]["params"]:
+                    if each.grad is not None:
+                        each -= self.param_groups[0]["lr"] * each.grad
         if self.calls == 2:
             raise FloatingPointError("after")
 
@@ -115,6 +121,7 @@ def _caught(when: str, after: str) -> list[float]:
     model = net() if dw.world_size() == 1 else dw.wrap_model(net(), strategy="zero1")
     optimizer = dw.wrap_optimizer(Failing(model.parameters(), lr=0.1), scope="element")
     optimizer.when = when
+    torch.optim.SGD([torch.zeros(1)])  # from its first object on, torch runs hooks for the steps of a class
     for number in range(4):
         x = torch.tensor([[1.0], [2.0]]).double().expand(2, 4) + number
         model(x if dw.world_size() == 1 else x[dw.rank() :][:1]).mean().backward()
@@ -135,7 +142,8 @@ def _caught(when: str, after: str) -> list[float]:
         ("before", "zero", ""),
         ("before", "again", ""),
         ("before", "go on", "gradients were added since"),
-        ("after", "zero", "has changed weights"),
+        ("within", "zero", "has changed weights"),
+        ("parent", "zero", ""),
     ],
 )
 def test_a_step_that_has_raised(when: str, after: str, refused: str) -> None:

@@ -28,7 +28,7 @@ def main():
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
     if rank() == 0:
-        save(model.state_dict(), os.environ["OUT"])
+        save(model.state_dict(), os.environ["OUT"], alone=True)
 
 
 if __name__ == "__main__":
