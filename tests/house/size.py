@@ -37,11 +37,11 @@ def _strategies(words: str) -> tuple[str, ...]:
 # A row is raised by a commit of its own, which gives the reason. The comment says which part of halving the package
 # takes it to its goal.
 ROWS = {
-    "modules": Row(1850 - 190, 2564, 2143, ("",)),  # falls with part 3
+    "modules": Row(1850 - 190, 2564, 2144, ("",)),  # falls with part 3
     "protocols": Row(190, 154, 187, ("protocols.py",)),
     "_internals": Row(650, 1344, 1359, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
-    "cli": Row(650, 1086, 944, ("cli/",)),  # part 3
+    "cli": Row(650, 1139, 985, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
     "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
@@ -70,7 +70,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 1803, 1595, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 395, 290
+FILES, FILES_GOAL = 396, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
