@@ -21,8 +21,8 @@ def add_arguments(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "run",
         description="Run a script on several ranks as @distributed runs a function: what it calls of distwrap finds "
-        "the ranks, and a rank that fails, or for which others wait, is named. Exit code: the script's own, 1 where a rank "
-        "has failed, 2 where nothing could be started.",
+        "the ranks, and a rank that fails, or for which others wait, is named. Exit code: the script's own, 1 where a "
+        "rank has failed, 2 where nothing could be started.",
     )
     for name, declared in DECLARATIONS.items():
         if declared.text is not None:
