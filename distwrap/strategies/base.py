@@ -20,17 +20,43 @@ class Strategy(protocols.Strategy):
     __doc__ = protocols.Strategy.__doc__
 
     def held(self, model: nn.Module) -> Iterable[Held]:
-        return () if self.shards else tensors_of(model)
+        if (holders := self.holders(model)) is None:
+            return () if self.shards else tensors_of(model)
+        from distwrap.strategies import shards  # imports torch's DTensor
+
+        return shards.held(unwrap_model(model), holders)
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-        return plain.state_dict()
+        if (holders := self.holders(thing)) is None:
+            return (unwrap_model(thing) if isinstance(thing, nn.Module) else thing).state_dict()
+        from distwrap.strategies import shards
+
+        return shards.full_state(thing, holders, everywhere=everywhere)
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        if isinstance(thing, nn.Module):
-            thing = unwrap_model(thing)
-            state = strip_module_prefix(state, target=thing)
-        thing.load_state_dict(state)
+        if (holders := self.holders(thing)) is not None:
+            from distwrap.strategies import shards
+
+            shards.load(thing, state, holders)
+        elif isinstance(thing, nn.Module):
+            net = unwrap_model(thing)
+            net.load_state_dict(strip_module_prefix(state, target=net))
+        else:
+            thing.load_state_dict(state)
+
+    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
+        if (holders := self.holders(thing)) is None:
+            return None
+        from distwrap.strategies import shards
+
+        return shards.parts(thing, holders)
+
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        if (holders := self.holders(thing)) is None:
+            return None
+        from distwrap.strategies import shards
+
+        return shards.needed(thing, state, holders)
 
 
 def take_rank_zero_weights(model: nn.Module) -> None:

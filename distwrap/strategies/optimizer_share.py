@@ -8,7 +8,8 @@ Source: ZeRO, stage 1, https://arxiv.org/abs/1910.02054
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -31,6 +32,9 @@ from distwrap.strategies.optimizer_scope import refuse_scope
 from distwrap.versions import MATRIX_OPTIMIZERS
 
 _MESSAGE = 16 * 2**20  # most bytes of weights in one broadcast
+
+# Whether the state of an optimizer is put together from that of all ranks.
+PUTS_TOGETHER: ContextVar[bool] = ContextVar("puts_together", default=False)
 
 # Returns the parameters that are divided.
 Divided = Callable[[Optimizer], Sequence[nn.Parameter]]
@@ -64,7 +68,7 @@ class OptimizerShare:
         self._versions: AbstractContextManager[object] = nullcontext()
         self._messages: list[list[_Message]] = []
         self._planned: tuple[int, ...] = ()
-        self._is_agreed = self._collects = False
+        self._is_agreed = False
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._refuse_part),
             optimizer.register_load_state_dict_pre_hook(self._of_share),
@@ -88,14 +92,11 @@ class OptimizerShare:
         """Return whether the state of a parameter is on this rank."""
         return self.owners.get(parameter, self.rank) == self.rank
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Let the optimizer's ``state_dict()`` return this rank's part within a ``with``."""
-        self._collects = True
-        try:
-            yield
-        finally:
-            self._collects = False
+    def holders(self, optimizer: Optimizer) -> dict[int, tuple[int]]:
+        """Return the rank that has the state of each divided parameter, by its id."""
+        if self._planned != _sizes(optimizer):
+            self.plan(optimizer)
+        return {id(parameter): (owner,) for parameter, owner in self.owners.items()}
 
     def end(self, optimizer: Optimizer) -> None:
         """Leave the run. The optimizer works by itself again once it has its whole state."""
@@ -211,7 +212,7 @@ class OptimizerShare:
         raise ModelError(self._over(optimizer))
 
     def _refuse_part(self, optimizer: Optimizer) -> None:
-        if not self.is_part or self._collects:
+        if not self.is_part or PUTS_TOGETHER.get():
             return
         if self.is_over:
             raise ModelError(self._over(optimizer))
@@ -221,21 +222,16 @@ class OptimizerShare:
             f'save({{"optimizer": optimizer}}, path) writes all of its state, which any strategy can load.'
         )
 
-    def owners_in(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, int]:
-        """Return the owner of each divided parameter by its number in a state to load."""
-        if self._planned != _sizes(optimizer):
-            self.plan(optimizer)
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        saved = [index for group in state["param_groups"] for index in group["params"]]
-        pairs = zip(saved, held, strict=False)
-        return {index: self.owners[parameter] for index, parameter in pairs if parameter in self.owners}
-
     def _of_share(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Return this rank's part of a full state to load."""
         if self.is_over:
             self.release()
             return None
-        others = {index for index, owner in self.owners_in(optimizer, state).items() if owner != self.rank}
+        if self._planned != _sizes(optimizer):
+            self.plan(optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        others = {index for index, each in zip(saved, held, strict=False) if not self.is_here(each)}
         self.is_part = self.is_part or not others.isdisjoint(state["state"])
         return {**state, "state": {index: each for index, each in state["state"].items() if index not in others}}
 

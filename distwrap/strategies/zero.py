@@ -3,7 +3,7 @@
 Source: https://arxiv.org/abs/1910.02054
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
@@ -18,8 +18,7 @@ from distwrap.options import Options
 from distwrap.protocols import Algorithm
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
-from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
-from distwrap.strategies.optimizer_state import full_state, own_state, parts_to_load, state_in_parts
+from distwrap.strategies.optimizer_share import OptimizerShares
 
 
 class ZeroStrategy(DDPStrategy):
@@ -66,37 +65,29 @@ class ZeroStrategy(DDPStrategy):
             world.part(OptimizerShares).divide(optimizer, _divided)
         return optimizer
 
-    def give_back(
+    def restore_original(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         if isinstance(original, Optimizer):
             current_world().part(OptimizerShares).release(original)
-        super().give_back(original, prepared, state)
+        super().restore_original(original, prepared, state)
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         options = current_world().part(OptimizerShares).options(model)
         return [*tensors_of(model), *(Held(name, "", value) for name, value in options)]
 
     def is_divided(self, thing: nn.Module | Optimizer) -> bool:
-        return _share_of(thing) is not None
+        return self.holders(thing) is not None
 
-    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        share = _share_of(thing)
-        if share is None:
-            return super().state(thing, everywhere=everywhere)
-        assert isinstance(thing, Optimizer)
-        return full_state(*own_state(thing, share), everywhere=everywhere)
+    def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
+        share = current_world().part(OptimizerShares).of(thing) if isinstance(thing, Optimizer) else None
+        return None if share is None else share.holders(thing)
 
-    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        share = _share_of(thing)
-        if share is None:
-            return None
-        assert isinstance(thing, Optimizer)
-        return state_in_parts(*own_state(thing, share))
-
-    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        share = _share_of(thing)
-        return None if share is None or not isinstance(thing, Optimizer) else parts_to_load(thing, share, state)
+    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        if isinstance(thing, Optimizer):
+            thing.load_state_dict(state)  # whose hook takes this rank's share
+        else:
+            super().load_state(thing, state)
 
     def _refuse(self, options: dict[str, Any]) -> None:
         """Refuse options of DDP that do not allow a division over all ranks."""
@@ -147,7 +138,3 @@ def _divided(optimizer: Optimizer) -> list[nn.Parameter]:
         for parameter in gradients.averaged()
     }
     return [parameter for key, parameter in parameters_of(optimizer).items() if key in averaged]
-
-
-def _share_of(thing: Any) -> OptimizerShare | None:
-    return current_world().part(OptimizerShares).of(thing) if isinstance(thing, Optimizer) else None

@@ -258,7 +258,7 @@ class DeepSpeedStrategy(Strategy):
         else:
             engine.optimizer.load_state_dict(state)
 
-    def give_back(
+    def restore_original(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         engine = _engine_of(prepared)
@@ -267,7 +267,7 @@ class DeepSpeedStrategy(Strategy):
             current_world().part(Engines).remove(engine)
             engine.make_whole()
             engine.user.load_state_dict(whole)
-        super().give_back(original, prepared, state)
+        super().restore_original(original, prepared, state)
 
     def _engine_config(self, precision: str) -> dict[str, Any]:
         return configuration.engine_config(

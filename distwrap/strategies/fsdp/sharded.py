@@ -110,7 +110,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
     routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers, gathered)
 
-    def give_back(state: dict[str, torch.Tensor]) -> None:
+    def restore_original(state: dict[str, torch.Tensor]) -> None:
         world.part(Adoption).models.discard(gathered)
         if stop_recomputing is not None:
             stop_recomputing()
@@ -122,7 +122,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     world.part(NamedInputs).models.add(routing)
     if tensor_parallel is not None and tensor_mesh is not None:
         routing.cut(tensor_parallel, tensor_mesh.get_group(), is_divided=mesh is not None)
-    return DividedModel(routing, tensor_parallel=routing.tensor_parallel, restore_original=give_back)
+    return DividedModel(routing, tensor_parallel=routing.tensor_parallel, restore_original=restore_original)
 
 
 def _ranks(shard: int | str | None, world: World) -> int:

@@ -6,7 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from distwrap.checks import refuses_removed
 from distwrap.errors import OptionError
 from distwrap.former_names import REMOVED
 from distwrap.group.world import Layout, World, current_world
-from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import handle_of, routing_of, unbind
 from distwrap.options import Options
@@ -170,38 +169,16 @@ class FSDPStrategy(Strategy):
 
     # State
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
-        from distwrap.strategies import shards
+    def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
+        return {} if current_world().placement.world_size > 1 else None
 
-        return shards.held(unwrap_model(model))
-
-    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        from distwrap.strategies import shards
-
-        return shards.full_state(thing, everywhere=everywhere)
-
-    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        from distwrap.strategies import shards
-
-        shards.load_full_state(thing, state)
-
-    def give_back(
+    def restore_original(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         # Optimizers do not have it, nor do models in one process.
         handle = handle_of(prepared)
         if handle is None or handle.restore_original is None:
-            super().give_back(original, prepared, state)
+            super().restore_original(original, prepared, state)
         else:
             handle.restore_original(state)
             unbind(prepared)  # type: ignore[arg-type]
-
-    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        from distwrap.strategies import shards
-
-        return shards.parts(thing)
-
-    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        from distwrap.strategies import shards
-
-        return shards.empty_shards(thing, state)

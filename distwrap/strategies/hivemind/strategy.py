@@ -25,7 +25,8 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
 from distwrap.packages import require_package
 from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
-from distwrap.strategies.hivemind.optimizer import COMPRESSIONS, Collaborations, PeerSteps
+from distwrap.strategies.hivemind.optimizer import COMPRESSIONS, PeerSteps
+from distwrap.strategies.hivemind.together import Collaborations
 from distwrap.strategies.optimizer_share import refuse_sparse
 
 _PRECISIONS = ("32", "bf16")

@@ -129,7 +129,7 @@ class PipelineRouting(Routing):
 
         return _uncompiled(run)
 
-    def give_back(self, state: dict[str, Any]) -> None:
+    def restore_original(self, state: dict[str, Any]) -> None:
         """Restore the user's module with a full state."""
         self._runner.release()
         put_back_forward(self.model, self._own_forward)

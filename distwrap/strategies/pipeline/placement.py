@@ -72,10 +72,6 @@ class Placement:
         self._shared = [name for name, _ in net.named_buffers() if len(self.ranks[name]) > 1]
         self._seen = self._look()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers by name, each once; some of them are remote."""
-        return {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
-
     def only_in(self, stage: int) -> set[str]:
         """Return the names of the tensors that no other stage holds."""
         return {name for name, stages in self._stages.items() if stages == {stage}}
@@ -84,9 +80,13 @@ class Placement:
         """Return the parameters that are trained on this rank."""
         return [parameter for parameter in self._net.parameters() if parameter.requires_grad and is_here(parameter)]
 
-    def owners(self) -> dict[int, int]:
-        """Return the rank that gives each tensor to a checkpoint, by the tensor's id."""
-        return {id(tensor): min(self.ranks[name]) for name, tensor in named_tensors(self._net)}
+    def holders(self) -> dict[int, list[int]]:
+        """Return the ranks of all pipelines that hold each tensor, by the tensor's id."""
+        size, everyone = len(self._group.ranks), range(dist.get_world_size())
+        return {
+            id(tensor): [rank for rank in everyone if rank % size in self.ranks[name]]
+            for name, tensor in named_tensors(self._net)
+        }
 
     def counted_here(self) -> set[int]:
         """Return the ids of the parameters that this rank counts in a norm; each is counted by one rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal
 from weakref import WeakSet
@@ -18,7 +18,6 @@ from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import Layout, RunPart, World, current_world
-from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of, strategy_of
 from distwrap.options import Options
@@ -29,10 +28,9 @@ from distwrap.strategies.pipeline.blocks import find_blocks
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
 from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
-from distwrap.strategies.pipeline.state import States
 from distwrap.strategies.single import local
 from distwrap.versions import PIPELINE_SINCE, require_torch
-from distwrap.wording import named_ranks, unknown_name
+from distwrap.wording import unknown_name
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _REDUCTIONS = ("mean", "sum")
@@ -199,54 +197,22 @@ class PipelineStrategy(Strategy):
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
-        routing: PipelineRouting = routing_of(model)
-        own, size = left_to_ranks(model), len(routing.group.ranks)
-        for name, tensor in routing.placement.tensors().items():
-            if name not in own and is_here(tensor):
-                places = sorted(routing.placement.ranks[name])
-                where = f"{places[0]}: {named_ranks(places)} of a pipeline"
-                yield Held(name, "" if len(places) == size else where, tensor)
+    def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
+        found = [routing.placement.holders() for routing in _routings(thing)]
+        return {key: ranks for each in found for key, ranks in each.items()} if found else None
 
-    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        states = _states(thing)
-        if states is None:
-            return super().state(thing, everywhere=everywhere)
-        if isinstance(thing, nn.Module):
-            return states.of_model(everywhere=everywhere)
-        return states.of_optimizer(thing, everywhere=everywhere)
-
-    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        states = _states(thing)
-        if states is None:
-            super().load_state(thing, state)
-        elif isinstance(thing, nn.Module):
-            states.load_model(state)
-        else:
-            states.load_optimizer(thing, state)
-
-    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        states = _states(thing)
-        return None if states is None else states.needed(thing, state)
-
-    def give_back(
+    def restore_original(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         if isinstance(prepared, Optimizer) or not isinstance(routing_of(prepared), PipelineRouting):
-            super().give_back(original, prepared, state)
+            super().restore_original(original, prepared, state)
             return
         models = current_world().part(WrappedModels)
         own = [each for each in models.optimizers_of_all_ranks() if prepared in models.of_optimizer(each)]
         states = [self.state(optimizer, everywhere=True) for optimizer in own]
-        routing_of(prepared).give_back(state)
+        routing_of(prepared).restore_original(state)
         for optimizer, whole in zip(own, states, strict=True):
             optimizer.load_state_dict(whole)
-
-    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        states = _states(thing)
-        if states is None:
-            return None
-        return states.parts_of_model() if isinstance(thing, nn.Module) else states.parts_of_optimizer(thing)
 
 
 class StageOptimizers(RunPart):
@@ -313,9 +279,3 @@ def _routings(thing: nn.Module | Optimizer) -> list[PipelineRouting]:
                     "Keep what wrap_model() has returned as long as the optimizer is in use."
                 )
     return routings
-
-
-def _states(thing: nn.Module | Optimizer) -> States | None:
-    routings = _routings(thing)
-    models = [(each.model, each.placement) for each in routings]
-    return States(models, routings[0].group.device) if models else None
