@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from distwrap import protocols
+from distwrap.errors import OptionError
+from distwrap.former_names import REMOVED
 from distwrap.group.collectives import broadcast
 from distwrap.model.in_sync import tensors_of
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.protocols import Held, Wrapping as Wrapping
+from distwrap.wording import unknown_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from distwrap.strategies.shards import Divided
 
 
 class Strategy(protocols.Strategy):
     __doc__ = protocols.Strategy.__doc__
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
-        if (holders := self.holders(model)) is None:
-            return () if self.shards else tensors_of(model)
-        from distwrap.strategies import shards  # imports torch's DTensor
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Make a strategy.
 
-        return shards.held(unwrap_model(model), holders)
+        Raises:
+            OptionError: it has no such option; the message has the nearest name, or what came in its place.
+        """
+        known = inspect.signature(cls.__init__).parameters if cls.__init__ is not object.__init__ else {}
+        for name in [name for name in options if name not in known]:
+            if name in REMOVED["option"]:
+                raise OptionError(f"{cls.__name__}({name}=…): {REMOVED['option'][name]}")
+            if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+                raise OptionError(unknown_name(f"option of {cls.__name__}", name, [*known][1:]))
+        return super().__new__(cls)
+
+    def held(self, model: nn.Module) -> Iterable[Held]:
+        if (divided := self._divided(model)) is not None:
+            return divided.held()
+        return () if self.shards else tensors_of(model)
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        if (holders := self.holders(thing)) is None:
-            return (unwrap_model(thing) if isinstance(thing, nn.Module) else thing).state_dict()
-        from distwrap.strategies import shards
-
-        return shards.full_state(thing, holders, everywhere=everywhere)
+        if (divided := self._divided(thing)) is not None:
+            return divided.state(everywhere=everywhere)
+        return (unwrap_model(thing) if isinstance(thing, nn.Module) else thing).state_dict()
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        if (holders := self.holders(thing)) is not None:
-            from distwrap.strategies import shards
-
-            shards.load(thing, state, holders)
+        if (divided := self._divided(thing)) is not None:
+            divided.load(state)
         elif isinstance(thing, nn.Module):
             net = unwrap_model(thing)
             net.load_state_dict(strip_module_prefix(state, target=net))
@@ -45,18 +62,17 @@ class Strategy(protocols.Strategy):
             thing.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        if (holders := self.holders(thing)) is None:
-            return None
-        from distwrap.strategies import shards
-
-        return shards.parts(thing, holders)
+        return None if (divided := self._divided(thing)) is None else divided.parts()
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        return None if (divided := self._divided(thing)) is None else divided.needed(state)
+
+    def _divided(self, thing: nn.Module | Optimizer) -> Divided | None:
         if (holders := self.holders(thing)) is None:
             return None
-        from distwrap.strategies import shards
+        from distwrap.strategies.shards import Divided  # imports torch's DTensor
 
-        return shards.needed(thing, state, holders)
+        return Divided(thing, holders)
 
 
 def take_rank_zero_weights(model: nn.Module) -> None:

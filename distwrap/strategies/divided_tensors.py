@@ -22,7 +22,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
-from distwrap.strategies.adoption import ReplacedParameter
+from distwrap.strategies.parameter_swap import ReplacedParameter
 from distwrap.strategies.rendezvous import Rendezvous
 
 _SAVES_PARTS = ("torch.distributed.checkpoint", "distwrap.checkpoint")
@@ -114,11 +114,14 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
             wholes[tensor] = _gathered(tensor)
         own[name] = wholes[tensor]
     before, versions = _marks(wholes), [version_of(tensor) for tensor in wholes]
+    loads = [part.register_load_state_dict_pre_hook(_refuse_load) for part in net.modules() if divided]
     try:
         yield
         _refuse_lost(divided, wholes, versions)
         _refuse_unlike(_marks(wholes) if divided else [])
     finally:
+        for handle in loads:
+            handle.remove()
         for own, name, tensor in divided:
             own[name] = tensor
         for (tensor, whole), was, now in zip(wholes.items(), before, _marks(wholes), strict=True):
@@ -130,6 +133,13 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
                 tensor.requires_grad_(whole.requires_grad)
                 whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
             whole.__class__ = ReplacedParameter
+
+
+def _refuse_load(module: nn.Module, *given: Any) -> NoReturn:
+    raise ModelError(
+        "load_state_dict() within gathered_weights(): it divides what it loads, and weights are "
+        "whole there. Call it outside of the 'with', or copy_() the numbers of each weight."
+    )
 
 
 def _refuse_lost(divided: list[Any], wholes: Mapping[DTensor, nn.Parameter], versions: list[int]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from distwrap.checks import Check, is_number, one_of, refuses_removed
+from distwrap.checks import Check, is_number, one_of
 from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
 from distwrap.comm.base import option
 from distwrap.devices.selection import visible_devices
@@ -230,7 +230,6 @@ class HorovodStrategy(DDPStrategy):
 
     is_simulated = False
 
-    @refuses_removed
     def __init__(
         self,
         *,

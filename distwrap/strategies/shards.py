@@ -64,19 +64,6 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     local(tensor).copy_(local(divided_like(tensor, whole)))
 
 
-def held(model: nn.Module, holders: Holders) -> Iterator[Held]:
-    """Yield the tensors of a model that this rank has, with the ranks that have the same part."""
-    own, rank, size = left_to_ranks(model), dist.get_rank(), dist.get_world_size()
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        ranks = sorted(holders.get(id(value), range(size)))
-        if name in own or rank not in ranks:
-            continue
-        if not isinstance(value, DTensor):
-            yield Held(name, "" if len(ranks) == size else f"{ranks[0]}: {named_ranks(ranks)}", value)
-        elif (first := _first_holder(value)) is not None:
-            yield Held(name, f"{first}: the shard that rank {first} has", local(value))
-
-
 def _first_holder(tensor: DTensor) -> int | None:
     """Return the first rank that has the same shard as this one; ``None`` if no other rank has it."""
     mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -88,74 +75,149 @@ def _first_holder(tensor: DTensor) -> int | None:
     return int(mesh.mesh[place].item())
 
 
-def full_state(thing: nn.Module | Optimizer, holders: Holders, *, everywhere: bool) -> dict[str, Any]:
-    """Return a state with whole tensors on the CPU, on rank 0 or everywhere; every rank calls it.
+class Divided:
+    """State of one model, or of one optimizer, of which each rank has a part.
 
-    Other ranks get empty tensors. No rank holds more than one tensor beside its result.
+    Args:
+        thing: the model or optimizer.
+        holders: the ranks that hold each tensor that is no shard, and not on all ranks.
     """
-    wanted, rank = everywhere or dist.get_rank() == 0, dist.get_rank()
-    known: dict[int, torch.Tensor] = {}  # a tensor that has several names is one
 
-    def gathered(leaf: Any, path: tuple[Any, ...]) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in known:
-            if isinstance(leaf, DTensor) and leaf.device_mesh.mesh.numel() == 1:
-                owner = int(leaf.device_mesh.mesh)
-                full = broadcast(leaf.to_local() if rank == owner else None, src=owner)
-            else:
-                full = whole(leaf)
-            known[id(leaf)] = full.cpu() if wanted else full.new_empty(0, device="cpu")
-        return known[id(leaf)]
+    def __init__(self, thing: nn.Module | Optimizer, holders: Holders) -> None:
+        self._net = unwrap_model(thing) if isinstance(thing, nn.Module) else nn.Module()
+        self._optimizer = None if isinstance(thing, nn.Module) else thing
+        self._holders, self._rank = holders, dist.get_rank()
 
-    return cast("dict[str, Any]", rebuilt(_pieces(thing, holders), gathered))
+    def held(self) -> Iterator[Held]:
+        """Yield the tensors of the model that this rank has, with the ranks that have the same part."""
+        own, size = left_to_ranks(self._net), dist.get_world_size()
+        for name, value in (*self._net.named_parameters(), *self._net.named_buffers()):
+            ranks = sorted(self._holders.get(id(value), range(size)))
+            if name in own or self._rank not in ranks:
+                continue
+            if not isinstance(value, DTensor):
+                yield Held(name, "" if len(ranks) == size else f"{ranks[0]}: {named_ranks(ranks)}", value)
+            elif (first := _first_holder(value)) is not None:
+                yield Held(name, f"{first}: the shard that rank {first} has", local(value))
 
+    def state(self, *, everywhere: bool) -> dict[str, Any]:
+        """Return a state with whole tensors on the CPU, on rank 0 or everywhere; every rank calls it.
 
-def parts(thing: nn.Module | Optimizer, holders: Holders) -> dict[str, Any]:
-    """Return a state for torch's distributed checkpoint, in which each rank's piece of a tensor is a box."""
-    return cast("dict[str, Any]", rebuilt(_pieces(thing, holders), lambda leaf, path: _in_one_piece(leaf)))
+        Other ranks get empty tensors. No rank holds more than one tensor beside its result.
+        """
+        wanted = everywhere or self._rank == 0
+        known: dict[int, torch.Tensor] = {}  # a tensor that has several names is one
 
+        def gathered(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in known:
+                if isinstance(leaf, DTensor) and leaf.device_mesh.mesh.numel() == 1:
+                    owner = int(leaf.device_mesh.mesh)
+                    full = broadcast(leaf.to_local() if self._rank == owner else None, src=owner)
+                else:
+                    full = whole(leaf)
+                known[id(leaf)] = full.cpu() if wanted else full.new_empty(0, device="cpu")
+            return known[id(leaf)]
 
-def needed(thing: nn.Module | Optimizer, state: dict[str, Any], holders: Holders) -> dict[str, Any]:
-    """Return a stored state with an empty shard for each tensor that is divided, and without those of other ranks."""
+        return cast("dict[str, Any]", rebuilt(self._pieces(), gathered))
 
-    def like(pattern: Any, value: Any) -> Any:
-        if not _is_here(pattern, holders):
-            return rebuilt(value, lambda leaf, path: None if isinstance(leaf, torch.Tensor) else leaf)
-        if not isinstance(pattern, DTensor) or not isinstance(value, torch.Tensor) or value.shape != pattern.shape:
-            return value
-        if is_in_pieces(pattern.placements[-1]):  # not a box: the whole is read, and then divided
-            return value
-        return torch.empty_like(pattern, dtype=value.dtype, requires_grad=False)
+    def parts(self) -> dict[str, Any]:
+        """Return a state for torch's distributed checkpoint, in which each rank's piece of a tensor is a box."""
+        return cast("dict[str, Any]", rebuilt(self._pieces(), lambda leaf, path: _in_one_piece(leaf)))
 
-    if isinstance(thing, nn.Module):
-        patterns = unwrap_model(thing).state_dict(keep_vars=True)
-        names = strip_module_prefix(state, target=patterns)
-        pairs = zip(state.values(), names, strict=True)
-        return cast("dict[str, Any]", refilled(state, [like(patterns.get(name), value) for value, name in pairs]))
-    held = _by_number(thing, state)
-    stored = {
-        number: {name: like(held.get(number), value) for name, value in values.items()} if number in held else values
-        for number, values in state["state"].items()
-    }
-    return {**state, "state": stored}
+    def needed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a stored state with an empty shard for each divided tensor, and without those of other ranks."""
 
+        def like(pattern: Any, value: Any) -> Any:
+            if not self._is_here(pattern):
+                return rebuilt(value, lambda leaf, path: None if isinstance(leaf, torch.Tensor) else leaf)
+            if not isinstance(pattern, DTensor) or not isinstance(value, torch.Tensor) or value.shape != pattern.shape:
+                return value
+            if is_in_pieces(pattern.placements[-1]):  # not a box: the whole is read, and then divided
+                return value
+            return torch.empty_like(pattern, dtype=value.dtype, requires_grad=False)
 
-def load(thing: nn.Module | Optimizer, state: dict[str, Any], holders: Holders) -> None:
-    """Load a state of whole or divided tensors into a divided model, or an optimizer of its parameters."""
-    if isinstance(thing, nn.Module):
-        net = unwrap_model(thing)
-        net.load_state_dict(divided_state(net, state))
-        return
-    held = _by_number(thing, state)
-    divided = {
-        number: {name: _like_parameter(held[number], value) for name, value in values.items()}
-        if number in held
-        else values
-        for number, values in state["state"].items()
-        if _is_here(held.get(number), holders)
-    }
-    thing.load_state_dict({**state, "state": divided})
+        if self._optimizer is None:
+            patterns = self._net.state_dict(keep_vars=True)
+            names = strip_module_prefix(state, target=patterns)
+            pairs = zip(state.values(), names, strict=True)
+            return cast("dict[str, Any]", refilled(state, [like(patterns.get(name), value) for value, name in pairs]))
+        held = _by_number(self._optimizer, state)
+        stored = {
+            number: {name: like(held.get(number), value) for name, value in values.items()}
+            if number in held
+            else values
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": stored}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a state of whole or divided tensors into the model or optimizer."""
+        if self._optimizer is None:
+            self._net.load_state_dict(divided_state(self._net, state))
+            return
+        held = _by_number(self._optimizer, state)
+        divided = {
+            number: {name: _like_parameter(held[number], value) for name, value in values.items()}
+            if number in held
+            else values
+            for number, values in state["state"].items()
+            if self._is_here(held.get(number))
+        }
+        self._optimizer.load_state_dict({**state, "state": divided})
+
+    def _pieces(self) -> dict[str, Any]:
+        """Return a state with a ``DTensor`` for each tensor that this rank does not have whole; a collective."""
+        if self._optimizer is not None:
+            return self._pieces_of_optimizer(self._optimizer)
+        made: dict[int, Any] = {}
+
+        def piece(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in made:
+                made[id(leaf)] = (
+                    _of_owner(leaf, min(self._holders[id(leaf)])) if id(leaf) in self._holders else leaf.detach()
+                )
+            return made[id(leaf)]
+
+        return cast("dict[str, Any]", rebuilt(self._net.state_dict(keep_vars=True), piece))
+
+    def _pieces_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        token = PUTS_TOGETHER.set(True)
+        try:
+            own = optimizer.state_dict()
+        finally:
+            PUTS_TOGETHER.reset(token)
+        if not self._holders:
+            return own
+        owners = {number: min(self._holders.get(id(each), (0,))) for number, each in _by_number(optimizer, own).items()}
+        mine = {number: state for number, state in own["state"].items() if owners.get(number, 0) == self._rank}
+        everyones = gather_object({number: rebuilt(state, _described) for number, state in mine.items()})
+        state: dict[Any, Any] = {}
+        for owner, described in enumerate(everyones):
+            for number, values in described.items():
+
+                def piece(leaf: Any, path: tuple[Any, ...], owner: int = owner, number: Any = number) -> Any:
+                    if not isinstance(leaf, tuple) or leaf[:1] != (_PIECE,):
+                        return leaf
+                    _, shape, dtype, device = leaf
+                    local = torch.empty(0, dtype=dtype, device=device)
+                    if owner == self._rank:
+                        local = mine[number]
+                        for key in path:
+                            local = local[key]
+                    return on_owner(local, shape, owner)
+
+                state[number] = rebuilt(values, piece)
+        known = sorted(
+            state, key=lambda number: (not isinstance(number, int), number if isinstance(number, int) else 0)
+        )
+        return {**own, "state": {number: state[number] for number in known}}  # in the order of one process
+
+    def _is_here(self, tensor: torch.Tensor | None) -> bool:
+        return id(tensor) not in self._holders or self._rank in self._holders[id(tensor)]
 
 
 def divided_state(net: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,54 +241,6 @@ def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.T
     if old in optimizer.state:
         values = optimizer.state.pop(old)
         optimizer.state[new] = {name: _like_parameter(new, value) for name, value in values.items()}
-
-
-def _pieces(thing: nn.Module | Optimizer, holders: Holders) -> dict[str, Any]:
-    """Return a state with a ``DTensor`` for each tensor that this rank does not have whole; a collective."""
-    if isinstance(thing, Optimizer):
-        return _pieces_of_optimizer(thing, holders)
-    made: dict[int, Any] = {}
-
-    def piece(leaf: Any, path: tuple[Any, ...]) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = _of_owner(leaf, min(holders[id(leaf)])) if id(leaf) in holders else leaf.detach()
-        return made[id(leaf)]
-
-    return cast("dict[str, Any]", rebuilt(unwrap_model(thing).state_dict(keep_vars=True), piece))
-
-
-def _pieces_of_optimizer(optimizer: Optimizer, holders: Holders) -> dict[str, Any]:
-    token = PUTS_TOGETHER.set(True)
-    try:
-        own = optimizer.state_dict()
-    finally:
-        PUTS_TOGETHER.reset(token)
-    if not holders:
-        return own
-    owners = {number: min(holders.get(id(each), (0,))) for number, each in _by_number(optimizer, own).items()}
-    rank = dist.get_rank()
-    mine = {number: state for number, state in own["state"].items() if owners.get(number, 0) == rank}
-    everyones = gather_object({number: rebuilt(state, _described) for number, state in mine.items()})
-    state: dict[Any, Any] = {}
-    for owner, described in enumerate(everyones):
-        for number, values in described.items():
-
-            def piece(leaf: Any, path: tuple[Any, ...], owner: int = owner, number: Any = number) -> Any:
-                if not isinstance(leaf, tuple) or leaf[:1] != (_PIECE,):
-                    return leaf
-                _, shape, dtype, device = leaf
-                local = torch.empty(0, dtype=dtype, device=device)
-                if owner == rank:
-                    local = mine[number]
-                    for key in path:
-                        local = local[key]
-                return on_owner(local, shape, owner)
-
-            state[number] = rebuilt(values, piece)
-    known = sorted(state, key=lambda number: (not isinstance(number, int), number if isinstance(number, int) else 0))
-    return {**own, "state": {number: state[number] for number in known}}  # in the order of one process
 
 
 def _described(leaf: Any, path: tuple[Any, ...]) -> Any:
@@ -275,10 +289,6 @@ def _by_number(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Any, torc
     """Return the parameters of an optimizer by their numbers in a state."""
     saved = [number for group in state["param_groups"] for number in group["params"]]
     return dict(zip(saved, (each for group in optimizer.param_groups for each in group["params"]), strict=False))
-
-
-def _is_here(tensor: torch.Tensor | None, holders: Holders) -> bool:
-    return id(tensor) not in holders or dist.get_rank() in holders[id(tensor)]
 
 
 def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:

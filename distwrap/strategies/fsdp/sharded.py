@@ -21,7 +21,6 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.empty import drawn_seed, fill
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
-from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping, take_rank_zero_weights
 from distwrap.strategies.divided_tensors import DividedTensors
 from distwrap.strategies.fsdp.gathered import Gathered
@@ -33,6 +32,7 @@ from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types
 from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.parameter_swap import OptimizerSync, ParameterSwap
 from distwrap.versions import FSDP_ON_CPU_SINCE, require_torch
 
 if TYPE_CHECKING:
@@ -103,21 +103,21 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         _shard(net, units, mesh, wrapping, strategy, gathered.after_forward)
     if is_empty:
         fill(net, torch.device("cpu") if strategy.cpu_offload else wrapping.device, drawn_seed(), shards.fill)
-    replacement = Replacement(parameters, net)
-    gathered.divided(world.part(Adoption))
+    swap = ParameterSwap(parameters, net)
+    gathered.divided(world.part(OptimizerSync))
     world.part(DividedTensors)
     name = str(world.count("model"))
     buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
     routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers, gathered)
 
     def restore_original(state: dict[str, torch.Tensor]) -> None:
-        world.part(Adoption).models.discard(gathered)
+        world.part(OptimizerSync).models.discard(gathered)
         if stop_recomputing is not None:
             stop_recomputing()
         if tensor_parallel is not None:
             tensor_parallel.undo()
         before.restore()
-        replacement.undo(state)
+        swap.undo(state)
 
     world.part(NamedInputs).models.add(routing)
     if tensor_parallel is not None and tensor_mesh is not None:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap._internals.torch_sharding import accumulated_gradients
-from distwrap.checks import refuses_removed
 from distwrap.errors import OptionError
 from distwrap.former_names import REMOVED
 from distwrap.group.world import Layout, World, current_world
@@ -68,7 +67,6 @@ class FSDPStrategy(Strategy):
     steps_parameters = True
     places_model = True
 
-    @refuses_removed
     def __init__(
         self,
         *,
