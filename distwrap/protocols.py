@@ -287,6 +287,7 @@ class Strategy(StateLayout):
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         same_weights: whether all ranks hold the same weights after each step, so that distwrap compares them.
         is_simulated: whether its ranks can be simulated: they exchange by torch's process groups alone.
+        exchanges: what carries gradients or weights, so that `comm` is refused; empty where `comm` may.
         device: the device of its only process, if that is neither torch's accelerator nor the CPU.
         formerly: the name of another package by which it was chosen; a line at the start says what that name became.
     """
@@ -299,6 +300,7 @@ class Strategy(StateLayout):
     averages_at_once: bool = False
     same_weights: bool = True
     is_simulated: bool = True
+    exchanges: str = ""
     device: torch.device | None = None
     formerly: str = ""
 
@@ -306,6 +308,8 @@ class Strategy(StateLayout):
 
     def check(self, run: Options) -> None:
         """Refuse a run before a process starts or a model is wrapped: missing packages, options that clash.
+
+        By default `comm` is refused where the strategy `exchanges` by itself.
 
         Raises:
             OptionError: the run is refused; the message says what to install or change.

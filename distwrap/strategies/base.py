@@ -16,6 +16,7 @@ from distwrap.group.collectives import broadcast
 from distwrap.model.in_sync import tensors_of
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
+from distwrap.options import Options
 from distwrap.protocols import Held, Wrapping as Wrapping
 from distwrap.wording import unknown_name
 
@@ -41,6 +42,23 @@ class Strategy(protocols.Strategy):
             if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
                 raise OptionError(unknown_name(f"option of {cls.__name__}", name, [*known][1:]))
         return super().__new__(cls)
+
+    def check(self, run: Options) -> None:
+        if run.comm is not None and self.exchanges:
+            kind = type(self).__name__
+            raise OptionError(
+                f"comm= does not go with {kind}: {self.exchanges}. Leave comm out, or use strategy='ddp'."
+            )
+
+    def refuse_options(self, wrapping: Wrapping) -> None:
+        """Refuse options of `wrap_model`, for a strategy that has none there.
+
+        Raises:
+            OptionError: there is one.
+        """
+        for name in wrapping.options:
+            kind = type(self).__name__
+            raise OptionError(f"wrap_model({name}=…): {kind} takes no options there: give its own to {kind}(…).")
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         if (divided := self._divided(model)) is not None:

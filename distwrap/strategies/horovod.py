@@ -229,6 +229,7 @@ class HorovodStrategy(DDPStrategy):
     """
 
     is_simulated = False
+    exchanges = "Horovod exchanges the gradients"
 
     def __init__(
         self,
@@ -247,10 +248,6 @@ class HorovodStrategy(DDPStrategy):
 
     def check(self, run: Options) -> None:
         require_package("horovod", "strategy='horovod'", "strategy='ddp'")
-        if run.comm is not None:
-            raise OptionError(
-                f"comm={run.comm!r}, but Horovod exchanges the gradients: leave comm out, or choose strategy='ddp'."
-            )
         super().check(run)
 
     def setup(self, world: World) -> Layout | None:

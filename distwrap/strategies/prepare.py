@@ -109,10 +109,10 @@ def wrap_model(
     world.part(Unwrapped).local.discard(model)
     precision = precision if precision is not None else world.options.precision
     run = replace(world.options, strategy=chosen, precision=precision, comm=algorithm)
-    if strategy is not None:
+    if strategy is not None or comm is not None:
         chosen.check(run)
-        if chosen.formerly:
-            say_once(f"formerly {chosen.formerly}", f"strategy={chosen.formerly!r} is here {chosen!r}")
+    if strategy is not None and chosen.formerly:
+        say_once(f"formerly {chosen.formerly}", f"strategy={chosen.formerly!r} is here {chosen!r}")
     chosen = chosen.choose(model, run, where)
     in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))

@@ -9,16 +9,17 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from distwrap._internals.torch_sharding import is_in_pieces
+from distwrap._internals.torch_sharding import is_in_pieces, set_timeout
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.in_sync import Held, left_to_ranks
@@ -312,3 +313,19 @@ def _in_one_piece(leaf: Any) -> Any:
         placements[-1] = Shard(0)
     with torch.no_grad():
         return leaf if placements == list(leaf.placements) else leaf.redistribute(placements=placements)
+
+
+def mesh_over(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks, whose groups have the time limit of the run; every rank calls it.
+
+    torch would give the groups of a mesh a time limit of half an hour.
+
+    Args:
+        world: the world of the run.
+        shape: the number of ranks in each dimension.
+        names: the names of the dimensions.
+    """
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    for name in names:
+        set_timeout(mesh.get_group(name), timedelta(seconds=world.options.timeout))
+    return mesh

@@ -49,7 +49,6 @@ class ZeroStrategy(DDPStrategy):
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         self._refuse(wrapping.options)
-        self._refuse_comm(wrapping.comm)
         wrapped = super().prepare_model(model, world, wrapping)
         if isinstance(wrapped, DistributedModel):
             world.part(OptimizerShares).adopt_by(_divide)

@@ -63,7 +63,7 @@ ROWS = {
     "strategies: fsdp, hsdp, tp": Row(
         1600, 2108, 1937,
         _strategies(
-            "fsdp/ activations.py parameter_swap.py divided_ meshes.py named_inputs.py rendezvous.py shards.py"
+            "fsdp/ activations.py parameter_swap.py divided_ rendezvous.py shards.py"
         ),
     ),  # part 2
     "strategies: pipeline": Row(800, 1707, 1562, _strategies("pipeline/")),  # part 2

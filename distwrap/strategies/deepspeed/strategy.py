@@ -79,6 +79,7 @@ class DeepSpeedStrategy(Strategy):
     steps_parameters = True
     places_model = True
     is_simulated = False
+    exchanges = "its engine exchanges by itself"
 
     def __init__(
         self,
@@ -121,8 +122,7 @@ class DeepSpeedStrategy(Strategy):
 
     def check(self, run: Options) -> None:
         require_package("deepspeed", "strategy='deepspeed'", "strategy='zero1' or 'fsdp', which need no extra package")
-        if run.comm is not None:
-            raise OptionError("comm= does not go with strategy='deepspeed', which exchanges by itself. Leave it out.")
+        super().check(run)
         if run.precision not in _PRECISIONS:
             raise OptionError(
                 f"strategy='deepspeed' has the precisions '32', 'bf16' and 'fp16', but not {run.precision!r}: "
@@ -135,10 +135,7 @@ class DeepSpeedStrategy(Strategy):
         return super().setup(world)
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
-        for name in wrapping.options:
-            raise OptionError(
-                f"wrap_model({name}=…): strategy='deepspeed' takes its options in DeepSpeedStrategy(config=…)."
-            )
+        self.refuse_options(wrapping)
         net = unwrap_model(on_device(model, wrapping.device))
         if world.placement.world_size == 1:
             return local(model, wrapping)

@@ -22,17 +22,16 @@ from distwrap.model.empty import drawn_seed, fill
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
 from distwrap.strategies.base import Wrapping, take_rank_zero_weights
-from distwrap.strategies.divided_tensors import DividedTensors
+from distwrap.strategies.divided_tensors import DividedTensors, NamedInputs
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.plan_check import PlanCheck
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
-from distwrap.strategies.meshes import mesh_over
-from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.parameter_swap import OptimizerSync, ParameterSwap
+from distwrap.strategies.shards import mesh_over
 from distwrap.versions import FSDP_ON_CPU_SINCE, require_torch
 
 if TYPE_CHECKING:

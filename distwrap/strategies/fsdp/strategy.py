@@ -66,6 +66,7 @@ class FSDPStrategy(Strategy):
     shards = True
     steps_parameters = True
     places_model = True
+    exchanges = "the gradients of each unit go to the ranks that hold its shares"
 
     def __init__(
         self,
@@ -103,11 +104,7 @@ class FSDPStrategy(Strategy):
 
     def check(self, run: Options) -> None:
         self._check_torch()
-        if run.comm is not None:
-            raise OptionError(
-                "comm= works with strategies whose ranks hold the whole model; under fsdp the gradients of "
-                "each unit go to the ranks that hold its shares. Leave comm out, or use strategy='ddp'."
-            )
+        super().check(run)
 
     def _check_torch(self) -> None:
         if self.tensor_parallel is not None:

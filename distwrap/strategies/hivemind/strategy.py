@@ -80,6 +80,7 @@ class HivemindStrategy(Strategy):
 
     same_weights = False
     is_simulated = False
+    exchanges = "hivemind exchanges by itself"
 
     target_batch_size: int | None = option(None, either(None, whole(1)))
     batch_size: int | None = option(None, either(None, whole(1)))
@@ -145,8 +146,7 @@ class HivemindStrategy(Strategy):
     def check(self, run: Options) -> None:
         require_package("hivemind", "strategy='hivemind'", "comm='local_sgd' or 'diloco', which need none")
         self.samples()
-        if run.comm is not None:
-            raise OptionError("comm= does not go with strategy='hivemind', which exchanges by itself. Leave it out.")
+        super().check(run)
         if isinstance(run.precision, str) and run.precision not in _PRECISIONS:
             raise OptionError(
                 f"strategy='hivemind' has the precisions '32' and 'bf16', but not {run.precision!r}: peers "
@@ -154,10 +154,7 @@ class HivemindStrategy(Strategy):
             )
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
-        for name in (*wrapping.options, *(["comm"] if wrapping.comm is not None else [])):
-            raise OptionError(
-                f"wrap_model({name}=…): strategy='hivemind' exchanges by itself, without DDP. Leave it out."
-            )
+        self.refuse_options(wrapping)
         if wrapping.in_precision.make_scaler() is not None:
             raise OptionError("strategy='hivemind' has no fp16, in which each peer would scale its losses on its own.")
         net = unwrap_model(model)

@@ -22,12 +22,11 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of, strategy_of
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
-from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.optimizer_scope import refuse_scope
-from distwrap.strategies.pipeline.blocks import find_blocks
-from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
-from distwrap.strategies.pipeline.placement import Placement, StageGroup
+from distwrap.strategies.pipeline.model import PipelineModel, PipelineRouting
+from distwrap.strategies.pipeline.placement import Placement, StageGroup, find_blocks
 from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
+from distwrap.strategies.shards import mesh_over
 from distwrap.strategies.single import local
 from distwrap.versions import PIPELINE_SINCE, require_torch
 from distwrap.wording import unknown_name
@@ -75,6 +74,7 @@ class PipelineStrategy(Strategy):
 
     shards = True
     steps_parameters = True
+    exchanges = "the stages send gradients to each other"
 
     def __init__(
         self,
@@ -119,8 +119,7 @@ class PipelineStrategy(Strategy):
     def check(self, run: Options) -> None:
         why = "torch's schedules do not wait for all that stages exchange"
         require_torch("strategy='pipeline'", PIPELINE_SINCE, why, "strategy='zero1'")
-        if run.comm is not None:
-            raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
+        super().check(run)
 
     def setup(self, world: World) -> Layout | None:
         size = world.placement.world_size
@@ -142,13 +141,7 @@ class PipelineStrategy(Strategy):
             raise ModelError(unknown_name(f"method of {type(net).__name__} in loss=", name, ["forward", *methods]))
         if world.placement.world_size == 1:
             return local(model, wrapping)
-        if wrapping.comm is not None:
-            raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
-        for option in wrapping.options:
-            raise OptionError(
-                f"wrap_model() got {option!r}, and strategy='pipeline' takes no options there: give its own to "
-                f"PipelineStrategy(...)."
-            )
+        self.refuse_options(wrapping)
         if self._mesh is None:
             raise OptionError(
                 "strategy='pipeline' arranges the ranks when the run begins: give it to @distributed(strategy=...), or "
@@ -161,10 +154,8 @@ class PipelineStrategy(Strategy):
         blocks = find_blocks(net, stages, self.split)
         take_rank_zero_weights(net)
         placement = Placement(net, blocks, group, self.everywhere)
-        most, is_given = self.microbatches or 2 * len(ranks), self.microbatches is not None
-        settings = PassSettings(self.schedule, most, is_given, name, self.reduction, self.weight, self.checks)
         world.part(StageOptimizers)
-        return PipelineModel(PipelineRouting(model, blocks, placement, group, world, wrapping, settings))
+        return PipelineModel(PipelineRouting(model, blocks, placement, group, world, wrapping, self, name))
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         if not all(map(is_here, parameters_of(optimizer).values())):
