@@ -19,7 +19,7 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
-from distwrap.strategies.optimizer_share import balanced
+from distwrap.strategies.zero import balanced
 from distwrap.wording import first_line, unknown_name
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]

@@ -18,7 +18,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.live_objects import instances
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies import shards
-from distwrap.strategies.optimizer_share import refuse_whole
+from distwrap.strategies.optimizer_scope import refuse_whole
 
 
 class ParameterSwap:

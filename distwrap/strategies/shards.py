@@ -26,7 +26,7 @@ from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.nesting import rebuilt, refilled
-from distwrap.strategies.optimizer_share import PUTS_TOGETHER
+from distwrap.strategies.optimizer_scope import PUTS_TOGETHER
 from distwrap.wording import named_ranks
 
 # The ranks that hold a tensor of a model, or the state of a parameter, by its id; others are shards, or on all ranks.

@@ -58,7 +58,7 @@ ROWS = {
     "timing": Row(650, 826, 776, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1261, 1168, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
-        430, 551, 490, _strategies("zero.py optimizer_s")
+        430, 551, 490, _strategies("zero.py optimizer_scope.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
         1600, 2108, 1937,

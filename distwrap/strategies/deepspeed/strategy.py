@@ -30,7 +30,7 @@ from distwrap.strategies.deepspeed import config as configuration
 from distwrap.strategies.deepspeed.engine import Engines, ModelEngine, quiet
 from distwrap.strategies.deepspeed.model import EngineModel, EngineRouting
 from distwrap.strategies.deepspeed.state import full_optimizer_state, full_weights, load_weights
-from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.optimizer_scope import refuse_sparse
 from distwrap.strategies.single import local, on_device
 
 _PRECISIONS = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,7 +29,7 @@ from distwrap.strategies.fsdp.plan_check import PlanCheck
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
-from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.optimizer_scope import refuse_sparse
 from distwrap.strategies.parameter_swap import OptimizerSync, ParameterSwap
 from distwrap.strategies.shards import mesh_over
 from distwrap.versions import FSDP_ON_CPU_SINCE, require_torch

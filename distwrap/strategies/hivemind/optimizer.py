@@ -24,7 +24,7 @@ from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import World, is_first_time, say
 from distwrap.model.wrapped_models import WrappedModels, parameters_of
 from distwrap.strategies.hivemind.peers import Peers, forking
-from distwrap.strategies.optimizer_share import refuse_whole
+from distwrap.strategies.optimizer_scope import refuse_whole
 from distwrap.strategies.windows import Windows
 from distwrap.wording import first_line, named_ranks
 

@@ -27,7 +27,7 @@ from distwrap.packages import require_package
 from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
 from distwrap.strategies.hivemind.optimizer import COMPRESSIONS, PeerSteps
 from distwrap.strategies.hivemind.together import Collaborations
-from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.optimizer_scope import refuse_sparse
 
 _PRECISIONS = ("32", "bf16")
 _YES_OR_NO = Check("True or False", lambda value: isinstance(value, bool))
