@@ -26,22 +26,29 @@ if TYPE_CHECKING:
     from distwrap.strategies.shards import Divided
 
 
-class Strategy(protocols.Strategy):
-    __doc__ = protocols.Strategy.__doc__
+class _Options:
+    """Check of the options of a class; a base of its own, so that its signature is that of ``__init__``."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Make a strategy.
+        """Make an object, if it has these options.
 
         Raises:
-            OptionError: it has no such option; the message has the nearest name, or what came in its place.
+            OptionError: it has none of a name; the message has the nearest name, or what came in its place.
         """
-        known = inspect.signature(cls.__init__).parameters if cls.__init__ is not object.__init__ else {}
+        known = inspect.signature(cls.__init__).parameters
         for name in [name for name in options if name not in known]:
             if name in REMOVED["option"]:
                 raise OptionError(f"{cls.__name__}({name}=…): {REMOVED['option'][name]}")
             if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
                 raise OptionError(unknown_name(f"option of {cls.__name__}", name, [*known][1:]))
         return super().__new__(cls)
+
+
+class Strategy(protocols.Strategy, _Options):
+    __doc__ = protocols.Strategy.__doc__
+
+    def __init__(self) -> None:
+        """Make a strategy without options."""
 
     def check(self, run: Options) -> None:
         if run.comm is not None and self.exchanges:

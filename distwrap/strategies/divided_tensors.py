@@ -116,7 +116,11 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
             wholes[tensor] = _gathered(tensor)
         own[name] = wholes[tensor]
     before, versions = _marks(wholes), [version_of(tensor) for tensor in wholes]
-    loads = [part.register_load_state_dict_pre_hook(_refuse_load) for part in net.modules() if divided]
+    loads = [
+        part.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
+        for part in net.modules()
+        if divided
+    ]
     try:
         yield
         _refuse_lost(divided, wholes, versions)

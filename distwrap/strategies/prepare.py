@@ -107,9 +107,10 @@ def wrap_model(
     check_forward_methods(model, forward_methods)
     _refuse_divided(model, world)
     world.part(Unwrapped).local.discard(model)
+    says_more = any(each is not None for each in (strategy, comm, precision))
     precision = precision if precision is not None else world.options.precision
     run = replace(world.options, strategy=chosen, precision=precision, comm=algorithm)
-    if strategy is not None or comm is not None:
+    if says_more:
         chosen.check(run)
     if strategy is not None and chosen.formerly:
         say_once(f"formerly {chosen.formerly}", f"strategy={chosen.formerly!r} is here {chosen!r}")

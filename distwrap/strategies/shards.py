@@ -267,23 +267,32 @@ def on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> DTensor
         shape: the shape of the tensor.
         owner: the rank that has it.
     """
-    mesh = current_world().part(OwnerMeshes).of(owner, local.device.type)
+    mesh = current_world().part(Meshes).of_owner(owner, local.device.type)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-class OwnerMeshes(RunPart):
-    """Meshes of one rank each, made once a run, for tensors that only one rank has."""
+class Meshes(RunPart):
+    """Meshes of the ranks of one run, each made once; every rank asks for them in the same order."""
 
     def __init__(self, world: World) -> None:
-        self._size = world.placement.world_size
-        self._meshes: dict[str, list[DeviceMesh]] = {}
+        self._world, self._size = world, world.placement.world_size
+        self._over: dict[int, DeviceMesh] = {}
+        self._owners: dict[str, list[DeviceMesh]] = {}
 
-    def of(self, owner: int, device: str) -> DeviceMesh:
-        """Return the mesh of an owner; every rank calls it in the same order."""
-        if device not in self._meshes:
-            self._meshes[device] = [DeviceMesh(device, [rank]) for rank in range(self._size)]
-        return self._meshes[device][owner]
+    def over(self, ranks: int) -> DeviceMesh:
+        """Return the mesh that divides a model over so many ranks."""
+        if ranks not in self._over:
+            copies = self._size // ranks
+            shape, names = ((copies, ranks), ("copy", "shard")) if copies > 1 else ((ranks,), ("shard",))
+            self._over[ranks] = mesh_over(self._world, shape, names)
+        return self._over[ranks]
+
+    def of_owner(self, owner: int, device: str) -> DeviceMesh:
+        """Return the mesh of one rank, for tensors that only it has."""
+        if device not in self._owners:
+            self._owners[device] = [DeviceMesh(device, [rank]) for rank in range(self._size)]
+        return self._owners[device][owner]
 
 
 def _by_number(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Any, torch.Tensor]:

@@ -94,8 +94,9 @@ class ZeroStrategy(DDPStrategy):
         return self.holders(thing) is not None
 
     def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
-        share = current_world().part(OptimizerShares).of(thing) if isinstance(thing, Optimizer) else None
-        return None if share is None else share.holders(thing)
+        if not isinstance(thing, Optimizer) or (share := current_world().part(OptimizerShares).of(thing)) is None:
+            return None
+        return share.holders(thing)
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         if isinstance(thing, Optimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -196,11 +196,12 @@ class Placement:
         everywhere: names of modules and parameters outside of the blocks that every stage holds.
 
     Attributes:
+        group: this rank's place in the pipeline.
         ranks: by the name of a tensor, the places in the pipeline that hold it.
     """
 
     def __init__(self, net: nn.Module, blocks: BlockList, group: StageGroup, everywhere: Collection[str]) -> None:
-        self._net, self._group, self._place = net, group, dist.get_rank(group.group)
+        self._net, self.group, self._place = net, group, dist.get_rank(group.group)
         places = blocks.places(net, everywhere)
         self._stages = places
         self.ranks = {name: {stage % len(group.ranks) for stage in stages} for name, stages in places.items()}
@@ -218,50 +219,49 @@ class Placement:
 
     def holders(self) -> dict[int, list[int]]:
         """Return the ranks of all pipelines that hold each tensor, by the tensor's id."""
-        size, everyone = len(self._group.ranks), range(dist.get_world_size())
+        size, everyone = len(self.group.ranks), range(dist.get_world_size())
         return {
             id(tensor): [rank for rank in everyone if rank % size in self.ranks[name]]
             for name, tensor in named_tensors(self._net)
         }
 
-    def counted_here(self) -> set[int]:
-        """Return the ids of the parameters that this rank counts in a norm; each is counted by one rank."""
-        named = self._net.named_parameters()
-        return {id(parameter) for name, parameter in named if min(self.ranks[name]) == self._place}
+    def first_places(self) -> dict[int, int]:
+        """Return the first place in the pipeline that holds each parameter, by the parameter's id."""
+        return {id(parameter): min(self.ranks[name]) for name, parameter in self._net.named_parameters()}
 
     def sum_shared(self, found: Gradients) -> None:
         """Give every rank that holds a parameter the sum of its gradients over the stages."""
         named = self._net.named_parameters()
         several = [each for name, each in named if len(self.ranks[name]) > 1 and each.requires_grad]
-        if not several:
-            return
-        used = torch.tensor([float(parameter in found) for parameter in several], device=self._group.device)
-        dist.all_reduce(used, group=self._group.group)
-        for parameter, times in zip(several, used.tolist(), strict=True):
-            if times:
-                grad = found[parameter] if parameter in found else torch.zeros_like(parameter)
-                grad = grad.contiguous()
-                dist.all_reduce(grad, group=self._group.group)
-                if is_here(parameter):
-                    found[parameter] = grad
+        for parameter in self._used(several, found.__contains__, self.group.group):
+            grad = (found[parameter] if parameter in found else torch.zeros_like(parameter)).contiguous()
+            dist.all_reduce(grad, group=self.group.group)
+            if is_here(parameter):
+                found[parameter] = grad
 
     def average(self, layout: Layout) -> None:
         """Average the gradients with the other pipelines, of which some may not have used a parameter.
 
         As under DDP with ``find_unused_parameters``, a small all-reduce finds the parameters that any of them has used.
         """
-        parameters = self.trained()
-        used = torch.tensor([float(each.grad is not None) for each in parameters], device=self._group.device)
-        dist.all_reduce(used, group=layout.group)
-        grads = []
-        for parameter, times in zip(parameters, used.tolist(), strict=True):
-            if times:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                grads.append(parameter.grad)
+        used = self._used(self.trained(), lambda parameter: parameter.grad is not None, layout.group)
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in used]
+        for parameter, grad in zip(used, grads, strict=True):
+            parameter.grad = grad
         for work in [dist.all_reduce(grad, group=layout.group, async_op=True) for grad in grads]:
             work.wait()
         if grads:
             foreach("div_", grads, float(layout.size))
+
+    def _used(
+        self, parameters: list[nn.Parameter], here: Callable[[nn.Parameter], bool], group: dist.ProcessGroup | None
+    ) -> list[nn.Parameter]:
+        """Return the parameters that any rank of a group has used."""
+        if not parameters:
+            return []
+        used = torch.tensor([float(here(each)) for each in parameters], device=self.group.device)
+        dist.all_reduce(used, group=group)
+        return [each for each, times in zip(parameters, used.tolist(), strict=True) if times]
 
     def changed_buffers(self) -> list[float]:
         """Return, for each buffer that several ranks hold, whether this rank has changed it since the last exchange."""
@@ -289,7 +289,7 @@ class Placement:
                 source = max(place for place, flag in enumerate(flags) if flag)
                 with torch.no_grad():
                     whole = buffer.detach().contiguous()
-                    dist.broadcast(whole, self._group.ranks[source], self._group.group)
+                    dist.broadcast(whole, self.group.ranks[source], self.group.group)
                     buffer.copy_(whole)
         self._seen = self._look()
 
@@ -310,7 +310,7 @@ class Placement:
         """
         grads = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
         overflowed = 1.0 - torch.tensor([grad.isfinite().all() for grad in grads]).all().float()
-        found = torch.tensor([overflowed, float(not grads)], device=self._group.device)
+        found = torch.tensor([overflowed, float(not grads)], device=self.group.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         if found[1]:
             raise ModelError(

@@ -168,16 +168,12 @@ class PipelineStrategy(Strategy):
     def clip(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         everything = list(parameters)
         given = [parameter for parameter in everything if is_here(parameter) and parameter.grad is not None]
-        divided: set[int] = set()
-        counted: set[int] = set()
-        group = None
-        for routing in _routings(optimizer):
-            divided |= set(map(id, routing.model.parameters()))
-            counted |= routing.placement.counted_here()
-            group = routing.group.group
-        if group is None or dist.get_rank(group) == 0:  # tensors outside of pipelines are equal on all ranks of one
-            counted |= set(map(id, given)) - divided
-        grads = [parameter.grad for parameter in given if id(parameter) in counted and parameter.grad is not None]
+        placements = [routing.placement for routing in _routings(optimizer)]
+        group = placements[0].group.group if placements else None
+        # Each is counted by the first place that holds it; what is outside of pipelines is alike in all places.
+        first = {key: place for each in placements for key, place in each.first_places().items()}
+        own = 0 if group is None else dist.get_rank(group)
+        grads = [parameter.grad for parameter in given if first.get(id(parameter), 0) == own]
         place = current_world().device
         square = torch.zeros((), dtype=widest(place), device=place)
         if grads:
