@@ -13,6 +13,7 @@ from distwrap import protocols
 from distwrap.errors import OptionError
 from distwrap.former_names import REMOVED
 from distwrap.group.collectives import broadcast
+from distwrap.group.world import current_world
 from distwrap.model.in_sync import tensors_of
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
@@ -93,7 +94,7 @@ class Strategy(protocols.Strategy, _Options):
         return None if (divided := self._divided(thing)) is None else divided.needed(state)
 
     def _divided(self, thing: nn.Module | Optimizer) -> Divided | None:
-        if (holders := self.holders(thing)) is None:
+        if current_world().placement.world_size == 1 or (holders := self.holders(thing)) is None:
             return None
         from distwrap.strategies.shards import Divided  # imports torch's DTensor
 

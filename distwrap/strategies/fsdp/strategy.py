@@ -165,7 +165,7 @@ class FSDPStrategy(Strategy):
     # State
 
     def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
-        return {} if current_world().placement.world_size > 1 else None
+        return {}  # each tensor is a shard, or on all ranks
 
     def restore_original(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]

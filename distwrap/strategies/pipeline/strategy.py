@@ -173,7 +173,8 @@ class PipelineStrategy(Strategy):
         # Each is counted by the first place that holds it; what is outside of pipelines is alike in all places.
         first = {key: place for each in placements for key, place in each.first_places().items()}
         own = 0 if group is None else dist.get_rank(group)
-        grads = [parameter.grad for parameter in given if first.get(id(parameter), 0) == own]
+        counted = [parameter.grad for parameter in given if first.get(id(parameter), 0) == own]
+        grads = [grad for grad in counted if grad is not None]
         place = current_world().device
         square = torch.zeros((), dtype=widest(place), device=place)
         if grads:
