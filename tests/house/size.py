@@ -37,7 +37,7 @@ def _strategies(words: str) -> tuple[str, ...]:
 # A row is raised by a commit of its own, which gives the reason. The comment says which part of halving the package
 # takes it to its goal.
 ROWS = {
-    "modules": Row(1850 - 190, 2564, 2143, ("",)),  # falls with part 3
+    "modules": Row(1850 - 190, 2558, 2135, ("",)),  # falls with part 3
     "protocols": Row(190, 154, 187, ("protocols.py",)),
     "_internals": Row(650, 1344, 1359, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
@@ -58,7 +58,7 @@ ROWS = {
     "timing": Row(650, 826, 776, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1261, 1168, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
-        430, 551, 490, _strategies("zero.py optimizer_scope.py")
+        430, 439, 372, _strategies("zero.py optimizer_scope.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
         1600, 2108, 1937,
@@ -66,11 +66,11 @@ ROWS = {
             "fsdp/ activations.py parameter_swap.py divided_ rendezvous.py shards.py"
         ),
     ),  # part 2
-    "strategies: pipeline": Row(800, 1707, 1562, _strategies("pipeline/")),  # part 2
+    "strategies: pipeline": Row(800, 1559, 1402, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
-    "strategies: engines": Row(1100, 1803, 1595, _strategies("deepspeed/ hivemind/ horovod.py")),  # part 2
+    "strategies: engines": Row(1100, 1754, 1550, _strategies("deepspeed/ hivemind/ horovod.py")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 395, 290
+FILES, FILES_GOAL = 381, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
