@@ -19,7 +19,7 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
-from distwrap.strategies.optimizer_share import balanced
+from distwrap.strategies.zero import balanced
 from distwrap.wording import first_line, unknown_name
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
@@ -111,7 +111,7 @@ def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, mak
         >>> estimate_stages(blocks, 2, InPrecision("32", torch.device("cpu")), optimizer("sgd")).parameters
         1080
     """
-    from distwrap.strategies.pipeline.blocks import find_blocks  # torch's pipelines, which take a while to import
+    from distwrap.strategies.pipeline.placement import find_blocks  # torch's pipelines, which take a while to import
 
     if ranks == 1:
         return Need("pipeline", why_not="one rank has no other to share with")

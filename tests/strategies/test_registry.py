@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -127,6 +128,23 @@ def test_a_mistake_in_a_factory_comes_through() -> None:
     registry.register("passed_on", lambda **options: ByteGrad(**options))
     with pytest.raises(OptionError, match="unexpected keyword argument 'feedback'"):
         registry.make("passed_on(feedback=True)")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("fsdp:FSDPStrategy", "tensor_paralel", "Did you mean 'tensor_parallel'"),
+        ("fsdp:FSDPStrategy", "context_parallel", r"FSDPStrategy\(context_parallel=…\): "),
+        ("pipeline:PipelineStrategy", "schedul", "Did you mean 'schedule'"),
+        ("hivemind:HivemindStrategy", "batchsize", "Did you mean 'batch_size'"),
+        ("single:SingleStrategy", "devices", "unknown option of SingleStrategy 'devices'"),
+    ],
+)
+def test_a_misspelt_option_of_a_class_is_named(name: str, option: str, message: str) -> None:
+    """As where a strategy is given as text; with the nearest name, or with what came in its place."""
+    module, _, kind = name.partition(":")
+    with pytest.raises(OptionError, match=message):
+        getattr(importlib.import_module(f"distwrap.strategies.{module}"), kind)(**{option: 2})
 
 
 def test_broken_and_doubled_entry_points_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

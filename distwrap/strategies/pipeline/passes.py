@@ -34,8 +34,7 @@ from distwrap.seeding import mix
 from distwrap.strategies.pipeline.gradients import backward_of, linked
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
 from distwrap.strategies.pipeline.remote import NESTED
-from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward
-from distwrap.strategies.pipeline.streams import Streams
+from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward, Streams
 from distwrap.wording import named_ranks
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
