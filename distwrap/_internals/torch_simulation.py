@@ -280,11 +280,11 @@ def answered_for_ranks(
             if name in answers or (mode.is_cpu and inspect.isroutine(real) and not re.search("^_|graph", name)):
                 answer = answers.get(name, 0 if name.startswith(("memory_", "max_memory_")) else None)
                 of_scripts.append((module, name, answer if inspect.isclass(real) else partial(_give, answer)))
-    with (
-        warnings.catch_warnings(),
-        _answering(always, lambda: True),
-        _answering(of_scripts, lambda: is_users(sys._getframe(2).f_code.co_filename)),
-    ):
+
+    def asks() -> bool:
+        return is_users(sys._getframe(2).f_code.co_filename)
+
+    with warnings.catch_warnings(), _answering(always, lambda: True), _answering(of_scripts, asks):
         warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
         yield
 

@@ -45,9 +45,6 @@ class Meeting:
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
     outcome: list[Tensor] | Exception | None = None
 
-    def has_ended(self) -> bool:
-        return self.outcome is not None
-
     def result(self) -> list[Tensor]:
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -64,7 +61,6 @@ class SimulatedStore(Store):
     Attributes:
         board: of the ranks, beside the store.
         meetings: that are under way.
-        works: handles of what is under way: torch 2.6 keeps the native part of one alone, which waits forever.
     """
 
     def __init__(self, scheduler: Scheduler, ranks: int) -> None:
@@ -72,7 +68,6 @@ class SimulatedStore(Store):
         self.scheduler, self._table = scheduler, HashStore()
         self.board = Board(ranks=ranks, texts=True)
         self.meetings = defaultdict[Any, Meeting](Meeting)
-        self.works = set[SimulatedWork]()
 
     def _call(self, name: str, *args: Any) -> Any:
         if self.scheduler.current() is not None:  # the caller of the simulation reads it too
@@ -98,9 +93,6 @@ class SimulatedStore(Store):
         self.wait([key])
         return bytes(self._table.get(key))
 
-    def has_extended_api(self) -> bool:
-        return True
-
     def clone(self) -> SimulatedStore:
         return self
 
@@ -124,27 +116,26 @@ class SimulatedWork(dist.Work):
     """Handle of a collective or message: `wait` gives up the rank's turn until it has ended, and writes the outputs.
 
     Args:
-        store: of the simulation.
+        group: to which it belongs.
         has_ended: returns whether it has.
         take: writes the outputs, and returns them.
         words: what it is.
     """
 
     def __init__(
-        self, store: SimulatedStore, has_ended: Callable[[], bool], take: Callable[[], Any], words: Words = ""
+        self, group: SimulatedGroup, has_ended: Callable[[], object], take: Callable[[], Any], words: Words
     ) -> None:
         super().__init__()
-        self._store, self._has_ended, self._take, self._words = store, has_ended, take, words
+        self._group, self._has_ended, self._take, self._words = group, has_ended, take, words
         self._result, self.source = None, -1
-        store.works.add(self)
+        group.works[self] = None
 
     def result(self) -> Any:
         if self._result is None:
             if not self._has_ended():
-                self._store.scheduler.wait(self._has_ended, self._words)
+                self._group.scheduler.wait(self._has_ended, self._words)
             self._result = self._take()
-            del self._has_ended, self._take, self._words  # which hold all ranks' tensors
-            self._store.works.discard(self)
+            del self._has_ended, self._take, self._words, self._group.works[self]  # which hold all ranks' tensors
         return self._result
 
     def wait(self, timeout: Any = None) -> bool:
@@ -163,8 +154,8 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         if self._result is None:
-            self._store.scheduler.sleep(0)
-        return (self._result is not None or self._has_ended()) and self.wait()
+            self._group.scheduler.sleep(0)
+        return (self._result is not None or bool(self._has_ended())) and self.wait()
 
 
 _ProcessGroup: type[Any] = dist.ProcessGroup  # whose stubs declare other ways to call each method too
@@ -191,8 +182,7 @@ def _reduced(rows: Rows, how: str, root: Any) -> list[Tensor]:
     if factor:
         totals = [total * float(factor) for total in totals]
     if name == "avg":
-        is_real = all(total.is_floating_point() or total.is_complex() for total in totals)
-        totals = [total.div(len(rows), rounding_mode=None if is_real else "trunc") for total in totals]
+        totals = [total.div(len(rows)).to(total.dtype) for total in totals]
     return totals
 
 
@@ -213,6 +203,9 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         rank: this rank's number in the group.
         ranks: the group's, in the world.
         key: the group, the same on all its ranks, and on no other group of the simulation.
+
+    Attributes:
+        works: handles of what is under way: torch 2.6 keeps the native part of one alone, which waits forever.
     """
 
     group_name = group_desc = ""
@@ -221,7 +214,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, len(ranks))
         self._store, self._rank, self._ranks, self._key, self._begun = store, rank, ranks, key, 0
         self._messages: Counter[Any] = Counter()
-        self._together: list[SimulatedWork] | None = None  # begun since `_start_coalescing`
+        self.scheduler, self.works = store.scheduler, dict[SimulatedWork, None]()
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -237,15 +230,12 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self, *_: Any) -> None: ...
 
-    abort = set_timeout = shutdown
+    abort = set_timeout = _start_coalescing = shutdown
     _device_types = property(lambda self: [torch.device("cpu")])
 
-    def _start_coalescing(self, device: Any) -> None:
-        self._together = []
-
     def _end_coalescing(self, device: Any) -> SimulatedWork:
-        works, self._together = self._together or [], None
-        return SimulatedWork(self._store, lambda: True, lambda: [one for each in works for one in each.result()])
+        works = list(self.works)
+        return SimulatedWork(self, lambda: True, lambda: [one for each in works for one in each.result()], "")
 
     # Collectives
 
@@ -262,7 +252,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             inputs: this rank's.
             opts: torch's options: an operation, or a root.
         """
-        store, rank, size, ranks = self._store, self._rank, len(self._ranks), self._ranks
+        store, rank, ranks, size = self._store, self._rank, self._ranks, len(self._ranks)
         taken, given, root, how = _flat(outputs), _flat(inputs), getattr(opts, "rootRank", None), _operation(opts)
         # In a scatter only the root has inputs, and in an all-to-all their sizes may differ.
         shapes = list(map(_shape, taken if name == "scatter" else given))
@@ -277,7 +267,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             )
         if size > 1:  # whose operators torch's dispatcher never sees
             check_collectives_allowed(f"torch.distributed's {name}()")
-        store.scheduler.event(what)
+        self.scheduler.event(what)
         key, self._begun = (self._key, self._begun), self._begun + 1
         calls = store.meetings[key].calls
         calls[rank] = what, stacks.locate(stacks.of_frame(stacks.users_frame()))[1]
@@ -301,10 +291,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 _write(taken, values)
             return [outputs] if isinstance(outputs, Tensor) else outputs
 
-        work = SimulatedWork(store, made.has_ended, take, awaited)
-        if self._together is not None:
-            self._together.append(work)
-        return work
+        return SimulatedWork(self, lambda: made.outcome is not None, take, awaited)
 
     def _in_place(self, name: str, combine: Combine, share: Share, tensors: Any, opts: Any = None) -> SimulatedWork:
         return self._begin(name, combine, share, tensors, tensors, opts)
@@ -361,7 +348,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             return tensors
 
         words = f"recv({', '.join([*map(_shape, tensors), 'from any rank'])})"
-        work = SimulatedWork(self._store, lambda: bool(senders()), take, words)
+        work = SimulatedWork(self, senders, take, words)
         return work
 
     def _key_of(self, side: int, other: int, tag: int) -> Any:
@@ -369,7 +356,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._key, *pair, tag, self._messages[side, other, tag]
 
     def _exchange(self, what: str, tensors: list[Tensor], side: int, other: int, tag: int) -> SimulatedWork:
-        self._store.scheduler.event(what)
+        self.scheduler.event(what)
         key = self._key_of(side, other, tag)
         self._messages[side, other, tag] += 1
         made = self._store.meet(key, side, tensors, 2, lambda rows: _copied(rows[:1]))
@@ -379,7 +366,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 _write(tensors, made.result())
             return tensors
 
-        work = SimulatedWork(self._store, made.has_ended, take, what)
+        work = SimulatedWork(self, lambda: made.outcome is not None, take, what)
         work.source = other
         return work
 

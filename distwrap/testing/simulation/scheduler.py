@@ -36,7 +36,6 @@ from distwrap.seeding import RandomState
 from distwrap.supervision import stacks
 
 _MOMENTS = 5000  # of the clock, after which ranks that only look again and again count as stuck
-_INTERRUPT_SECONDS = 5.0  # for the thread whose turn it is to come to a wait after Ctrl-C
 
 _FILES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _PATHS = (str, bytes, os.PathLike)
@@ -64,20 +63,15 @@ def _set_level(level: int) -> None:
 
 
 _GROUPS = group_tables()
-_NAMES: tuple[tuple[Any, str], ...] = (
-    *_GROUPS,
-    (logging.root, "handlers"),
-    *((sys, name) for name in ("stdout", "stderr", "excepthook", "argv")),
-    *((warnings, name) for name in ("filters", "showwarning")),
-    *((world, name) for name in ("_current", "_ambient")),
-    (rendezvous, "_generation"),
-    (signing, "_agreements"),
-    *hook_tables(),
-    *module_locks(),
-)
+_NAMES: list[tuple[Any, str]] = [(sys, name) for name in ("stdout", "stderr", "excepthook", "argv")]
+_NAMES += [(warnings, "filters"), (warnings, "showwarning"), (logging.root, "handlers")]
+_NAMES += [(world, "_current"), (world, "_ambient"), (rendezvous, "_generation"), (signing, "_agreements")]
 # Ways to read and to set what each rank has of its own.
 _PARTS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    *((functools.partial(getattr, *each), functools.partial(setattr, *each)) for each in _NAMES),
+    *(
+        (functools.partial(getattr, *each), functools.partial(setattr, *each))
+        for each in [*_GROUPS, *_NAMES, *hook_tables(), *module_locks()]
+    ),
     (lambda: dict(table_of_variables()), _set_variables),
     (RandomState.capture, RandomState.restore),
     (os.getcwd, os.chdir),
@@ -105,10 +99,8 @@ class Process:
     def __init__(self, number: int, *, has_modules: bool) -> None:
         self.number, self.events, self.is_dead = number, 0, False
         values = [get() for get, _ in _PARTS]
-        new: list[Any] = [type(value)() for value in values[: len(_GROUPS)]]
-        self._values = new + [
-            type(each)(each) if isinstance(each, (dict, list)) else each for each in values[len(new) :]
-        ]
+        new = [type(value)() for value in values[: len(_GROUPS)]]
+        self._values = new + [each.copy() if isinstance(each, (dict, list)) else each for each in values[len(new) :]]
         self._modules, self._count = {"__main__": ModuleType("__main__")} if has_modules else None, 0
 
     def enter(self) -> None:
@@ -287,13 +279,12 @@ class Scheduler:
             raise Cancelled
 
     def _until(self, wait: Callable[..., bool]) -> None:
-        """Wait; an error of a signal's handler meanwhile ends all threads where they wait next."""
+        """Wait; an error of a signal's handler meanwhile ends all threads where they wait next, a second one this."""
         try:
             wait()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - as Ctrl-C
             self.fail(error)
-            if not wait(timeout=_INTERRUPT_SECONDS):  # the other thread waits for what the simulation does not know
-                raise
+            wait()
 
     def _wake(self) -> None:
         """Make ready whose waits are over; where there are none, the clock's next; where these cannot help, all."""

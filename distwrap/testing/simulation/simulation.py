@@ -27,12 +27,8 @@ from distwrap._internals.torch_simulation import BACKEND, OneDevice, answered_fo
 from distwrap.devices.selection import visible_devices
 from distwrap.environments import Placement, distwrap_environment, torchrun
 from distwrap.errors import LaunchError, OptionError
-from distwrap.group import failures, setup
-from distwrap.group.world import active_world, deactivate
-from distwrap.launch import transport, worker
-from distwrap.launch.base import Job, Launcher
-from distwrap.launch.callers_models import given_models, say_what_stays
-from distwrap.launch.outcome import Outcome, failure, success
+from distwrap.group import failures, setup, world
+from distwrap.launch import base, callers_models, outcome, transport, worker
 from distwrap.launch.task import Assignment
 from distwrap.network import rendezvous
 from distwrap.options import QUIET, switched_on
@@ -146,12 +142,10 @@ dist.Backend.register_backend(
 
 def _leave() -> None:
     """Leave what the rank has joined and not left, as where it has failed."""
-    world = active_world()
-    if world is not None:
-        deactivate()
-        for close in (world.close, world.cleanup.close):
-            with suppress(Cancelled):
-                close()
+    if (left := world.active_world()) is not None:
+        world.deactivate()
+        with suppress(Cancelled), left.cleanup:
+            left.close()
     if dist.is_initialized():  # torch knows a thread's groups by their names
         dist.destroy_process_group()
 
@@ -174,7 +168,7 @@ class _SimulatedChannel(Channel):
             self.work.look(True)
 
 
-class SimulateLauncher(Launcher):
+class SimulateLauncher(base.Launcher):
     """Threads of this process, of which exactly one runs, and which take turns where they wait for each other.
 
     Args:
@@ -191,7 +185,7 @@ class SimulateLauncher(Launcher):
     def count(self, nprocs: int | Literal["auto"]) -> int:
         return max(1, visible_devices().count) if nprocs == "auto" else nprocs
 
-    def check(self, job: Job) -> None:
+    def check(self, job: base.Job) -> None:
         strategy = job.task.options.strategy
         if isinstance(strategy, Strategy) and not strategy.is_simulated:
             raise OptionError(
@@ -199,8 +193,8 @@ class SimulateLauncher(Launcher):
                 "launcher='simulate' out, or run the function on real ranks by distwrap.testing.run_ranks()."
             )
 
-    def run(self, job: Job, plan: Assignment) -> list[Outcome]:
-        simulation, outcomes = Simulation(job.nprocs, self.schedule, self.fail), list[Outcome]()
+    def run(self, job: base.Job, plan: Assignment) -> list[outcome.Outcome]:
+        simulation, outcomes = Simulation(job.nprocs, self.schedule, self.fail), list[outcome.Outcome]()
         main = vars(sys.modules["__main__"])
         # In a notebook, and under pytest, the ranks share all modules.
         is_script = os.path.isfile(main.get("__file__") or "") and "pytest" not in sys.modules
@@ -212,22 +206,22 @@ class SimulateLauncher(Launcher):
             assignment = replace(plan, placement=place)
             task = transport.unpack(plan.payload or b"")
             try:
-                given = given_models(task)
+                given = callers_models.given_models(task)
                 value, trained = worker.take_part(assignment, task, lambda report: None)
-                say_what_stays(task, given, value)
+                callers_models.say_what_stays(task, given, value)
                 packed = worker.packed(assignment, task, value, trained)
                 setup.teardown_process_group()
-                outcomes.append(success(place.rank, packed))
+                outcomes.append(outcome.success(place.rank, packed))
             except BaseException as error:
                 if not simulation.scheduler.ends:  # else this only follows from it
-                    outcomes.append(failure(place.rank, failures.explained(error)))
+                    outcomes.append(outcome.failure(place.rank, failures.explained(error)))
                 raise
 
         more = "" if is_script else ", and share all modules"
         # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
         simulation.run(body, more, has_modules=is_script, first_here=False)
         cause = simulation.scheduler.failure
-        if cause is not None and not any(outcome.failed for outcome in outcomes):
+        if cause is not None and not any(each.failed for each in outcomes):
             raise cause
         return outcomes
 
