@@ -39,7 +39,7 @@ from distwrap.protocols import Wrapping
 from distwrap.prove.observer import Observer, Seen, length, numbers_in
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.supervision.stacks import is_users
-from distwrap.testing.simulation.script import failure_of
+from distwrap.testing.simulation.simulation import failure_of
 from distwrap.wording import named_ranks
 
 _KIND = "proof"  # of our temporary folders
