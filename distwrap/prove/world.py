@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import io
 import multiprocessing
 import os
 import runpy
@@ -11,11 +11,11 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,17 +33,14 @@ from distwrap.environments import torchrun
 from distwrap.errors import DistwrapError, LaunchError
 from distwrap.group.world import active_world
 from distwrap.launch.worker import tie_to_parent
-from distwrap.network.waiting import wait_until
 from distwrap.places import place
-from distwrap.protocols import Wrapping
-from distwrap.prove.observer import Observer, Seen, length, numbers_in
+from distwrap.prove.observer import Observer, Seen, length, plain
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.script import failure_of
 from distwrap.wording import named_ranks
 
 _KIND = "proof"  # of our temporary folders
-_FILES = "files"  # the loop's folder in its world's
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _PATHS = (str, bytes, os.PathLike)
 # What changes something, and which of the audit event's arguments say where.
@@ -54,8 +51,7 @@ _CHANGES = {
     **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), slice(0, 1)),
 }
 _SECONDS = 600.0  # for a world
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no second
-_exit = os._exit  # which is the end of a rank, where one is simulated
+_torch_save, _prepare_model = torch.save, DDPStrategy.prepare_model
 
 
 def common_batch(said: int) -> int:
@@ -77,12 +73,14 @@ class World:
         seen: by each rank.
         error: why it ended early, in words; empty where it did not.
         sizes: batch sizes that the loop has said.
+        seconds: for which ranks that have done their steps wait for others.
     """
 
     ranks: int
     seen: dict[int, Seen] = field(default_factory=dict)
     error: str = ""
     sizes: set[int] = field(default_factory=set)
+    seconds: float = _SECONDS
 
 
 @dataclass(frozen=True)
@@ -116,46 +114,16 @@ class Program:
     batch: int | None = None
     evaluated: Set[int] = frozenset()
 
-    @cached_property
-    def is_decorated(self) -> bool:
-        """Whether it launches its ranks itself, by distwrap."""
-        if self.function is not None:
-            return True
-        nodes = list(ast.walk(ast.parse(Path(self.script).read_bytes())))
-        ours = {"distwrap", *(each.asname for each in nodes if isinstance(each, ast.alias) and each.name == "distwrap")}
-        taken = [each for each in nodes if isinstance(each, ast.ImportFrom) and str(each.module).startswith("distwrap")]
-        names = {each.name for node in taken for each in node.names}
-        names |= {
-            each.attr for each in nodes if isinstance(each, ast.Attribute) and getattr(each.value, "id", "") in ours
-        }
-        return not names.isdisjoint(("distributed", "*"))
-
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Make a folder for a ``with``, removed also by SIGTERM and SIGHUP; the next one removes that of a killed process.
-
-    This process then ends by the signal, as it would have without a folder.
-    """
+    """Make a folder for a ``with``; the next one removes that of a process that was killed."""
     locked_folder.remove_abandoned(_KIND)
-    made, heard = locked_folder.make(_KIND), list[int]()
-
-    def stop(number: int, frame: object) -> NoReturn:
-        heard.append(number)
-        raise SystemExit
-
-    is_main = threading.current_thread() is threading.main_thread()
-    hears = [each for each in _SIGNALS if is_main and signal.getsignal(each) == signal.SIG_DFL]
-    for each in hears:
-        signal.signal(each, stop)
+    made = locked_folder.make(_KIND)
     try:
         yield made.resolve()
     finally:
         locked_folder.remove(made)
-        for each in hears:
-            signal.signal(each, signal.SIG_DFL)
-        if heard:
-            os.kill(os.getpid(), heard[0])
 
 
 def run(program: Program, ranks: int, folder: Path) -> World:
@@ -164,181 +132,171 @@ def run(program: Program, ranks: int, folder: Path) -> World:
     Args:
         program: what is run.
         ranks: how many.
-        folder: in which it runs, in a part of its own.
+        folder: in which it runs.
 
     Raises:
         LaunchError: a child has ended without a word, or none in time.
     """
-    (folder / _FILES).mkdir(parents=True, exist_ok=True)
-    found, port = [folder / f"{rank}.pt" for rank in range(ranks if program.real else 1)], 0
+    folder.mkdir(exist_ok=True)
+    fork, world, port = multiprocessing.get_context("fork"), World(ranks), 0
     if program.real:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-    fork = multiprocessing.get_context("fork").Process
-    children = [fork(target=_Child(program, ranks, found, rank, port).run) for rank in range(len(found))]
     with contextlib.ExitStack() as stack:
-        for child in children:
+        missing: dict[Any, int] = {}  # ranks, by the pipes through which they tell
+        for rank in range(ranks if program.real else 1):
+            told, tells = fork.Pipe(duplex=False)
+            child = fork.Process(target=_Child(program, World(ranks), rank, folder, port, tells).run)
             child.start()
             stack.callback(_end, child)
-        # The others may wait for one that has failed.
-        if not wait_until(lambda: {each.exitcode for each in children} not in ({None}, {None, 0}), _SECONDS):
-            raise LaunchError(f"the world of {ranks} ranks was not done in {_SECONDS} s: look at fewer --steps.")
-        statuses = [each.exitcode for each in children]
-    there = sorted((each for each in found if each.exists()), key=lambda each: each.stat().st_mtime_ns)
-    worlds: list[World] = [torch.load(each, weights_only=False) for each in there]  # of our own processes
-    if not worlds or (any(statuses) and not any(each.error for each in worlds)):
-        raise LaunchError(f"the world of {ranks} ranks has ended without a word (status {statuses}).")
-    for path in there:
-        path.unlink()
-    for each in worlds[1:]:
-        worlds[0].seen |= each.seen
-        worlds[0].error = worlds[0].error or each.error  # the first one
-    return worlds[0]
+            tells.close()
+            missing[told] = rank
+        deadline = time.monotonic() + _SECONDS
+        while missing and not world.error:  # the others may wait for one that has failed
+            ready: list[Any] = wait(missing, max(0.0, deadline - time.monotonic()))
+            if not ready and not world.seen:
+                raise LaunchError(f"the world of {ranks} ranks was not done in {_SECONDS} s: look at fewer --steps.")
+            if not ready:
+                world.error = (
+                    f"{named_ranks(missing.values())} stood still for {world.seconds:g} s when others were done"
+                )
+            for each in ready:
+                try:
+                    its = torch.load(io.BytesIO(each.recv_bytes()), weights_only=False)  # of our own process
+                except EOFError:
+                    raise LaunchError(f"rank {missing[each]} of {ranks} has ended without a word.") from None
+                world = World(ranks, world.seen | its.seen, world.error or its.error, its.sizes, its.seconds)
+                deadline = min(deadline, time.monotonic() + its.seconds)
+                del missing[each]
+    return world
 
 
 def _end(child: Any) -> None:
-    if child.exitcode is None:
-        child.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
+    child.kill()
+    with contextlib.suppress(OSError):  # it had no time to become a group of its own, or has left nothing
+        os.killpg(child.pid, signal.SIGKILL)
+    child.join()
     child.close()
 
 
-class _Child:
+class _Child(Observer):
     """A child process: a world of simulated ranks, or one rank of a world of processes.
 
     Args:
         program: what it runs.
-        ranks: of its world.
-        found: the files in which the children say what they did, beside the folder in which they run.
+        world: its own, to be filled.
         rank: its own number.
+        folder: in which it runs.
         port: at which ranks meet that are processes.
+        pipe: through which it tells its parent what its ranks did.
     """
 
-    def __init__(self, program: Program, ranks: int, found: list[Path], rank: int, port: int) -> None:
-        self._program, self._found, self._rank, self._port = program, found, rank, port
-        self._world, self._done, self._seconds = World(ranks), set[int](), _SECONDS
+    def __init__(self, program: Program, world: World, rank: int, folder: Path, port: int, pipe: Connection) -> None:
+        super().__init__(rank, program.steps, program.epochs, double=program.double)
+        self._program, self._world, self._folder, self._port, self._pipe = program, world, folder, port, pipe
+        self._done = set[int]()
         meeting = ("('127.0.0.1'",) if program.real else ()  # of its ranks
-        self._allowed = (str(found[0].parent), os.devnull, "/dev/shm", "/proc/self", *meeting)
-        self._observer = Observer(self._rank_now, self._enough, program.steps, program.epochs, program.double)
+        self._allowed = (str(folder), os.devnull, "/dev/shm", "/proc/self", *meeting)
 
     def run(self) -> NoReturn:
-        """Run the program, and end this process."""
+        """Run the program, and wait for the end of this process."""
         program = self._program
         tie_to_parent()
-        for number in _SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                signal.signal(number, signal.SIG_DFL)
-        os.chdir(self._found[0].with_name(_FILES))
-        tempfile.tempdir = os.getcwd()
+        os.register_at_fork(after_in_child=self._pipe.close)  # whose end is that of this process
+        os.chdir(self._folder)
+        tempfile.tempdir = str(self._folder)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody sees what a debugger asks
+        errors = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        torch.set_num_threads(1)  # the parent's threads are not here after the fork
+        if program.double:
+            torch.set_default_dtype(torch.float64)
+        # CUDA does not work after a fork.
+        os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": "", **self._variables()})
+        if program.real:
+            os.dup2(errors.fileno(), 2)  # native code warns when another rank stops first
         changes: list[tuple[Any, str, Any]] = [
             (loaders, "shard", _shard),
-            (DDPStrategy, "prepare_model", self._exact(DDPStrategy.prepare_model)),
+            (DDPStrategy, "prepare_model", lambda *given: self._prepare_model(*given)),
         ]
-        if program.script:
-            changes.append((sys, "argv", [program.script, *map(str, program.arguments)]))
-            changes.append((sys, "path", [str(Path(program.script).parent), *sys.path]))
         if not program.allow_writes:
             sys.addaudithook(self._look)
-            changes.append((torch, "save", self._looking(torch.save)))
+            changes.append((torch, "save", self._save))
         try:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody sees what a debugger asks
-            errors = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-            torch.set_num_threads(1)  # the parent's threads are not here after the fork
-            if program.double:
-                torch.set_default_dtype(torch.float64)
-            # CUDA does not work after a fork.
-            os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": "", **self._variables()})
-            if program.real:
-                os.dup2(errors.fileno(), 2)  # native code warns when another rank stops first
             with (
                 contextlib.redirect_stderr(errors),
-                batches_of(
-                    self._batch, lambda: self._shares() * program.is_decorated, program.steps if program.epochs else 0
-                ),
+                batches_of(self._batch, program.steps if program.epochs else 0),
                 replaced(changes),
-                self._observer.watching(),
+                self.watching(),
             ):
-                self._observer.here().seen.returned = numbers_in(self._start())
+                self._start()
         except BaseException as error:  # noqa: BLE001 - told to the parent
             if not isinstance(error, SystemExit) or error.code not in (None, 0):
                 self._world.error = _in_words(error)
-        for seen in self._observer.seen.values():
+        for seen in self.seen.values():
             seen.has_ended = not self._world.error
-        self._end()
+        self._tell()
 
-    def _start(self) -> Any:
-        """Run the program, and return what a function has returned."""
+    def _start(self) -> None:
         program = self._program
         if program.function is not None:
             is_decorated = hasattr(program.function, "options")
             function = program.function if is_decorated else sys.modules["distwrap"].distributed()(program.function)
-            return function(*program.arguments, **program.keywords)
-        if program.is_decorated or program.real:
+            value = function(*program.arguments, **program.keywords)
+            self.here().seen.note_numbers("returned", "", plain(value))
+        elif program.real:
+            sys.argv = [program.script, *map(str, program.arguments)]
+            sys.path.insert(0, str(Path(program.script).parent))
             runpy.run_path(program.script, run_name="__main__")
-        elif failure := failure_of(program.script, self._world.ranks, sys.argv[1:]):
+        elif failure := failure_of(program.script, self._world.ranks, [*map(str, program.arguments)]):
             raise LaunchError(failure)
-        return None
-
-    def _end(self) -> NoReturn:
-        self._world.seen = self._observer.seen
-        own = self._found[self._rank]
-        for _ in range(2):
-            torch.save(self._world, own.with_suffix(".part"))
-            own.with_suffix(".part").replace(own)
-            if self._world.error:
-                break
-            # The others may need this process.
-            if wait_until(lambda: all(each.exists() for each in self._found), self._seconds):
-                _exit(0)
-            missing = [rank for rank, each in enumerate(self._found) if not each.exists()]
-            self._world.error = (
-                f"{named_ranks(missing)} stood still for {self._seconds:g} s when rank {self._rank} was done"
-            )
-        _exit(1)
-
-    def _exact(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a way to prepare models with the mean of gradients that one process has."""
-
-        def prepare(strategy: Any, model: Any, world: Any, wrapping: Wrapping) -> Any:
-            self._seconds = min(_SECONDS, world.options.timeout)
-            comm = wrapping.comm or strategy.comm
-            if comm is not None and type(comm).__module__.startswith("distwrap.comm"):  # not one of the user's own
-                self._observer.here().seen.switched_off.add(f"comm={type(comm).__name__}")
-                wrapping = replace(wrapping, comm=AllReduce())
-            return real(strategy, model, world, wrapping)
-
-        return prepare
 
     def _variables(self) -> dict[str, str]:
-        own, ranks = str(self._rank), str(self._world.ranks)
+        """Return what says to a function that it is simulated, or to a process which rank it is."""
+        own, ranks = str(self.number), str(self._world.ranks)
         if not self._program.real:
-            return {"DISTWRAP_SIMULATE": ranks}
+            return {"DISTWRAP_SIMULATE": ranks} if self._program.function else {}
         numbers = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         numbers["OMP_NUM_THREADS"] = "1"  # the threads of OpenMP are not here after the fork, and would be waited for
         return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), torchrun.AGENT: "prove"}
 
-    def _batch(self, said: int, data: Any) -> int:
-        self._world.sizes.add(said)
-        is_whole = length(data) in self._program.evaluated and not self._program.is_decorated
-        return (self._program.batch or common_batch(said)) // (1 if is_whole else self._shares())
-
-    def _shares(self) -> int:
-        """Return among how many the data are divided: ranks that divide a model's layers have one share together."""
-        world = active_world()
-        return self._world.ranks if world is None else world.layout.size
-
-    def _rank_now(self) -> int:
-        running: Any = simulated.running
-        return self._rank if running is None else int(running.rank())
-
-    def _enough(self) -> None:
-        """Let this rank stand still after its steps, and end the world where all have made them."""
-        self._done.add(self._rank_now())
+    def enough(self) -> None:
+        """Let this rank stand still after its steps, and tell where all have made them."""
+        self._done.add(self.rank())
         if (running := simulated.running) is None or len(self._done) >= self._world.ranks:
-            self._end()
+            self._tell()
         running.scheduler.wait(bool, "the other ranks of a proof, which has seen enough")
+
+    def _tell(self) -> NoReturn:
+        """Tell the parent what was done, and wait for it to end this process: other ranks may need it until then."""
+        buffer, self._world.seen = io.BytesIO(), self.seen
+        if (world := active_world()) is not None:
+            self._world.seconds = min(_SECONDS, world.options.timeout)
+        _torch_save(self._world, buffer)
+        self._pipe.send_bytes(buffer.getbuffer())
+        while True:
+            signal.pause()
+
+    def _batch(self, said: int, data: Any) -> tuple[int, int]:
+        """Return the size of a rank's batches, and among how many ranks data are divided; 0 where they stay whole."""
+        self._world.sizes.add(said)
+        world, whole = active_world(), self._program.batch or common_batch(said)
+        if world is not None:  # ranks that divide a model's layers have one share together
+            return whole // world.layout.size, world.layout.size
+        return whole // (1 if length(data) in self._program.evaluated else self._world.ranks), 0
+
+    def _prepare_model(self, strategy: Any, model: Any, world: Any, wrapping: Any) -> Any:
+        """Prepare a model with the mean of gradients that one process has."""
+        comm = wrapping.comm or strategy.comm
+        if comm is not None and type(comm).__module__.startswith("distwrap.comm"):  # not one of the user's own
+            self.here().seen.switched_off.add(f"comm={type(comm).__name__}")
+            wrapping = replace(wrapping, comm=AllReduce())
+        return _prepare_model(strategy, model, world, wrapping)
+
+    def _save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        """Save by torch, which writes without an audit event."""
+        if isinstance(f, _PATHS):
+            self._look("os.mkdir", (f,))
+        _torch_save(obj, f, *args, **kwargs)
 
     def _look(self, event: str, args: tuple[Any, ...]) -> None:
         """Raise an error where this process would change something outside of its folder."""
@@ -352,25 +310,13 @@ class _Child:
                 "its own folder: give the loop a relative path, or say --allow-writes."
             )
 
-    def _looking(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return torch's save, which writes without an audit event, with a look at the path."""
-
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(f, _PATHS):
-                self._look("os.mkdir", (f,))
-            real(obj, f, *args, **kwargs)
-
-        return save
-
 
 def _shard(loader: Any, mode: Any, batch_size: Any, order: Any, split: Any, **options: Any) -> Any:
     """Shard a loader so that each step's samples are those of one process."""
     shuffles = isinstance(loader, DataLoader) and isinstance(innermost(loader), RandomSampler)
-    if order == "auto" and shuffles:
-        order = "torch"
-    if mode == "auto" and shuffles:
-        mode = "drop"
-    return shard(loader, mode, "per_rank", order if shuffles else "auto", split, **options)
+    order = "auto" if not shuffles else "torch" if order == "auto" else order
+    mode = "drop" if shuffles and mode == "auto" else mode
+    return shard(loader, mode, "per_rank", order, split, **options)
 
 
 def _in_words(error: BaseException) -> str:

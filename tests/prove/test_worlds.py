@@ -455,7 +455,7 @@ def test_a_large_model() -> None:
             prove(wide, rows, ranks=[2])
     with world.folder() as folder:
         (step, _) = world.run(Program(function=wide), 1, folder).seen[0].steps
-    assert [len(each.values) for each in step.begun.values()] == [256, 64]
+    assert [len(each.values) for each in step.tensors["begun"].values()] == [256, 64]
 
 
 class Blocks(nn.Module):
