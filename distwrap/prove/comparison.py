@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -10,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from distwrap.places import place
 from distwrap.prove.catalogue import BY_NAME, CATALOGUE, is_ignored
 from distwrap.prove.observer import Seen, Sketch, Step
 from distwrap.prove.world import World
-from distwrap.wording import named_ranks
+from distwrap.wording import first_names, named_ranks
 
 _EPSILONS = 4000.0  # of the type of numbers, by which tensors may differ in the first step
 _LEAST = 1e-7  # also in float64, where optimizers divide rounding by small numbers
@@ -59,19 +61,28 @@ _OF_OUTPUT = (_RETURNED, _Kind("printed", "printed numbers", "what was printed",
 
 
 @dataclass
-class Difference:
-    """First difference of a world.
+class Comparison:
+    """Two worlds, compared, and the first difference.
 
     Attributes:
-        mistake: its name in the catalogue; empty where nothing differs.
-        step: the optimizer's step, from 1; 0 where it is in none.
+        ranks: of the second.
+        resumed: number of ranks of the world that the second has gone on from; 0 where there is none.
+        mistake: name of the difference in the catalogue; empty where all is equal.
+        step: the optimizer's step that differs, from 1; 0 where it is in none.
         place: the line of the user's.
         what: the tensor or number.
         how: in words.
         size: as a share of what differs, but for one more in the last printed digit; 1 where it has none.
         is_ignored: whether a comment on the line says so.
+        is_refused: whether the second has failed before any step.
+        is_comparable: whether the ranks have trained on the data of one process.
+        steps: how many steps were compared.
+        compared: how many of each kind.
+        notes: what differs and is no mistake, and what was not seen.
     """
 
+    ranks: int
+    resumed: int = 0
     mistake: str = ""
     step: int = 0
     place: str = ""
@@ -79,36 +90,28 @@ class Difference:
     how: str = ""
     size: float = 1.0
     is_ignored: bool = False
-
-
-@dataclass
-class Comparison:
-    """Two worlds, compared.
-
-    Attributes:
-        ranks: of the second.
-        difference: the first one; its name is empty where all is equal.
-        steps: how many steps were compared.
-        compared: how many of each kind.
-        notes: what differs and is no mistake, and what was not seen.
-        is_comparable: whether the ranks have trained on the data of one process.
-        resumed: number of ranks of the world that the second has gone on from; 0 where there is none.
-        is_refused: whether the second has failed before any step.
-    """
-
-    ranks: int
-    difference: Difference = field(default_factory=Difference)
+    is_refused: bool = False
+    is_comparable: bool = True
     steps: int = 0
     compared: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
-    is_comparable: bool = True
-    resumed: int = 0
-    is_refused: bool = False
 
     @property
     def name(self) -> str:
         """The number of ranks, in words."""
         return f"{self.resumed} and then {self.ranks} ranks" if self.resumed else f"{self.ranks} ranks"
+
+    def differs(
+        self, mistake: str, what: str, how: str = "", step: int = 0, place: str = "", size: float = 1.0
+    ) -> bool:
+        """Write down the difference, after which nothing is compared: return that it is over."""
+        self.mistake, self.what, self.how, self.step, self.place, self.size = mistake, what, how, step, place, size
+        return True
+
+    def ends(self, note: str) -> bool:
+        """Write down why nothing can be compared from here on: return that it is over."""
+        self.notes.append(note)
+        return True
 
 
 class _Apart(NamedTuple):
@@ -137,20 +140,21 @@ def compare(one: World, several: World, resumed: int = 0) -> Comparison:
         several: of several ranks.
         resumed: number of ranks of the world from whose checkpoint these go on; 0 where they begin anew.
     """
-    found = Comparison(several.ranks, resumed=resumed)
-    difference = found.difference = _first(one, several, found)
-    if resumed and difference.mistake not in ("", "failed"):
-        difference.mistake, difference.size = "state-lost", 0.0
-    if known := BY_NAME.get(difference.mistake):
-        comments = [seen.comments.get(difference.place, "") for world in (one, several) for seen in world.seen.values()]
-        difference.is_ignored = any(is_ignored(each, known.id) for each in comments)
-    if difference.is_ignored and difference.step:
-        found.notes.append(f"after what is ignored in step {difference.step} nothing was compared")
+    found = Comparison(several.ranks, resumed)
+    _compare(one, several, found)
+    if resumed and found.mistake not in ("", "failed"):
+        found.mistake, found.size = "state-lost", 0.0
+    file, _, line = found.place.rpartition(":")
+    if file:
+        linecache.checkcache(file)
+        found.is_ignored = is_ignored(linecache.getline(file, int(line)), BY_NAME[found.mistake].id)
+        found.place = place(file, int(line))
+    if found.is_ignored and found.step:
+        found.notes.append(f"after what is ignored in step {found.step} nothing was compared")
     return found
 
 
-def _first(one: World, several: World, found: Comparison) -> Difference:
-    """Return the first difference, and write down what was compared."""
+def _compare(one: World, several: World, found: Comparison) -> bool:
     ranks = [several.seen.get(rank, Seen()) for rank in range(several.ranks)]
     alone, start = one.seen.get(0, Seen()), 0
     if found.resumed:
@@ -160,60 +164,57 @@ def _first(one: World, several: World, found: Comparison) -> Difference:
         )
         found.is_comparable = start > 0
         if begun and _differing(_BEGUN, alone.steps[start], begun, start):
-            return Difference("state-lost", what="the weights, which one process has in no step")
+            return found.differs("state-lost", "the weights, which one process has in no step")
         if not start:
-            found.notes.append(f"{found.name} did not go on from a step: did the loop save, and resume?")
-            return Difference()
+            return found.ends(f"{found.name} did not go on from a step: did the loop save, and resume?")
     for number, step in enumerate(alone.steps[start:], start):
         theirs = [seen.steps[number - start] for seen in ranks if number - start < len(seen.steps)]
         if len(theirs) < len(ranks) or (several.error and not all(each.tensors["changes"] for each in theirs)):
             break
-        if difference := _of_step(number + 1, step, theirs, found, alone):
-            return difference
+        if _of_step(number + 1, step, theirs, found, alone):
+            return True
         found.steps += 1
     counts = [len(seen.steps) for seen in ranks]
     if several.error:
         found.is_refused = not any(counts)
         named = [each.name for each in CATALOGUE if f"({each.id})" in several.error]
-        return Difference((*named, "failed")[0], found.steps + 1, what="an error", how=several.error)
+        return found.differs((*named, "failed")[0], "an error", several.error, found.steps + 1)
     if found.resumed:
-        goes_on = alone.has_ended and max(counts) > len(alone.steps) - start
-        what = "steps, which go on past the end of one process"
-        return Difference("state-lost", what=what) if goes_on else Difference()
+        goes_on = one.has_ended and max(counts) > len(alone.steps) - start
+        return goes_on and found.differs("state-lost", "steps, which go on past the end of one process")
     if {*counts} != {len(alone.steps)}:
         made = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
         place = alone.steps[0].place if alone.steps else ""
-        return Difference("steps", 0, place, "steps", f"{len(alone.steps)} in one process, {made}")
+        return found.differs("steps", "steps", f"{len(alone.steps)} in one process, {made}", place=place)
     return _of_output(alone, ranks, found)
 
 
-def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference | None:
-    """Return how a step differs, of nothing where it cannot be compared from here on; ``None`` where it does not."""
+def _of_step(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> bool:
+    """Compare a step, and return whether it differs, or nothing can be compared from here on."""
     for kind in _OF_STEP:
-        if difference := (
-            _of_gradients(number, one, several, found, alone)
-            if kind is _GRADIENTS
-            else _of_kind(kind, number, one, several, found)
-        ):
-            return difference
+        if kind is _GRADIENTS:
+            if _of_gradients(number, one, several, found, alone):
+                return True
+        elif _of_kind(kind, number, one, several, found):
+            return True
     if alone.statistics:
         found.notes.append("running statistics of BatchNorm are those of a rank's part")
     loss = sum(sum(each.losses) for each in several) / len(several)
     found.compared["losses"] += bool(one.losses) and math.isclose(sum(one.losses), loss, rel_tol=1e-2)
-    return None
+    return False
 
 
-def _of_kind(kind: _Kind, number: int, one: Step, several: list[Step], found: Comparison) -> Difference | None:
-    """Return how tensors of a kind differ; ``None`` where they do not, which is counted."""
+def _of_kind(kind: _Kind, number: int, one: Step, several: list[Step], found: Comparison) -> bool:
+    """Compare tensors of a kind, and return whether some differ; else they are counted."""
     differ, names = _differing(kind, one, several, number), one.tensors[kind.name]
     if not differ:
         found.compared[kind.counted] += len(names) if kind.counted else 0
-        return None
+        return False
     wrong, ratio, size = {each.rank for each in differ}, _common_ratio(differ), max(each.share for each in differ)
     how = differ[0].numbers or ("on all ranks" if len(wrong) == len(several) else f"on {named_ranks(wrong)}")
     how += f", {ratio:.3f} times" if ratio is not None else ""
     what, place = kind.words.format(_names(differ, names)), several[0].place or differ[0].name.rpartition("#")[0]
-    return Difference(kind.mistake, number, place, what, how, 0.0 if kind.follows else size)
+    return found.differs(kind.mistake, what, how, number, place, 0.0 if kind.follows else size)
 
 
 def _of_samples(one: Step, several: list[Step], found: Comparison, alone: Seen) -> str:
@@ -233,21 +234,20 @@ def _of_samples(one: Step, several: list[Step], found: Comparison, alone: Seen) 
     return "samples-missing" if not together - one.samples else "other-samples"
 
 
-def _of_gradients(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> Difference | None:
-    """Return how the gradients of a step differ, as `_of_step` does."""
+def _of_gradients(number: int, one: Step, several: list[Step], found: Comparison, alone: Seen) -> bool:
+    """Compare gradients after the backward and in the step, and find a cause, as `_of_step` does."""
     samples = _of_samples(one, several, found, alone)
     at_step, before = (_differing(kind, one, several, number) for kind in (_GRADIENTS, _AFTER_BACKWARD))
     by_hand = _are_apart(_AFTER_BACKWARD, before, several)  # an exchange by hand comes after the backward
     if not at_step and (by_hand or not before):
         found.compared["gradients"] += len(one.tensors["gradients"])
-        return None
+        return False
+    differ = at_step if by_hand or not before else before
     draws = 2 * sum(each.draws for each in alone.steps) >= len(alone.steps)
     if (samples == "unknown" or draws) and _common_ratio(at_step or before) is None:
         found.is_comparable = False
         words = "the ranks train on data, or draw random numbers, that one process never sees: from there on nothing"
-        found.notes.append(f"in step {number} {words} can be compared")
-        return Difference()
-    differ = at_step if by_hand or not before else before
+        return found.ends(f"in step {number} {words} can be compared")
     ratio, own = _common_ratio(differ), [sum(each.losses) for each in several]
     is_apart = len(set(own)) > 1 and _are_apart(_GRADIENTS, at_step, several)
     causes = (
@@ -262,34 +262,32 @@ def _of_gradients(number: int, one: Step, several: list[Step], found: Comparison
     mistake, how = next((name, words) for name, holds, words in causes if holds)
     size, whole = (max(sum(step.samples.values()) for step in steps) for steps in ([one], alone.steps))
     if mistake in _UNEVEN and size < whole and size % len({each.share for each in several}):
-        found.notes.append(f"a last batch of {size} samples has uneven parts, from where nothing was compared")
-        return Difference()
+        return found.ends(f"a last batch of {size} samples has uneven parts, from where nothing was compared")
     if ratio is not None and not is_apart:
         how = f"{ratio:.3f} times those of one process"
-    what = f"the gradients of {_names(differ, one.tensors['gradients'])}"
-    place = several[0].backward or several[0].place
-    return Difference(mistake, number, place, what, how, max(each.share for each in differ))
+    what, place = (
+        f"the gradients of {_names(differ, one.tensors['gradients'])}",
+        several[0].backward or several[0].place,
+    )
+    return found.differs(mistake, what, how, number, place, max(each.share for each in differ))
 
 
-def _of_output(alone: Seen, ranks: list[Seen], found: Comparison) -> Difference:
+def _of_output(alone: Seen, ranks: list[Seen], found: Comparison) -> bool:
     """Compare what was returned, and what the first rank has printed that prints."""
     for kind in _OF_OUTPUT:
         one, everywhere = alone.output.tensors[kind.name], [each.output.tensors[kind.name] for each in ranks]
-        rank, theirs = next(((rank, each) for rank, each in enumerate(everywhere) if each), (0, {}))
-        if not (one and theirs):
-            continue
-        if one.keys() != theirs.keys():
-            if kind is _RETURNED:
-                return Difference(kind.mistake, what=kind.words, how="it has other numbers than that of one process")
-            found.notes.append("the ranks print other lines than one process, which were not compared")
-            continue
-        for name, each in one.items():  # a loop may print its number of ranks
-            if kind is not _RETURNED and (each.digit, each.norm, theirs[name].norm) == (1.0, 1.0, len(ranks)):
+        rank, theirs = next(((rank, each) for rank, each in enumerate(everywhere) if each), (0, one))
+        if one and one.keys() != theirs.keys() and kind is _RETURNED:
+            return found.differs(kind.mistake, kind.words, "it has other numbers than that of one process")
+        if one and one.keys() != theirs.keys():
+            return found.ends("the ranks print other lines than one process, which were not compared")
+        for name, each in one.items() if kind is not _RETURNED else ():  # a loop may print its number of ranks
+            if (each.digit, each.norm, theirs[name].norm) == (1.0, 1.0, len(ranks)):
                 theirs[name] = each
-        several = [Step(tensors={kind.name: theirs if each == rank else {}}) for each in range(rank + 1)]
-        if difference := _of_kind(kind, math.isqrt(found.steps), alone.output, several, found):
-            return difference
-    return Difference()
+        several = [*[Step()] * rank, ranks[rank].output]
+        if several[-1].tensors[kind.name] and _of_kind(kind, math.isqrt(found.steps), alone.output, several, found):
+            return found.differs(kind.mistake, found.what, found.how, 0, found.place, found.size)
+    return False
 
 
 def _differing(kind: _Kind, one: Step, several: list[Step], number: int) -> list[_Apart]:
@@ -349,4 +347,4 @@ def _names(differ: list[_Apart], everything: Iterable[str]) -> str:
     top = names[0].partition(".")[0]
     if len(names) > 1 and {*names} == {name for name in everything if name.partition(".")[0] == top}:
         return f"only {top}.*"
-    return f"only {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
+    return f"only {first_names(names)}"

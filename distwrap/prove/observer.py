@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import linecache
 import math
 import os
 import re
@@ -110,8 +109,6 @@ class Seen:
         statistics: whether modules normalize by the statistics of a batch.
         evaluations: number of batches that models were given without gradients.
         trains: whether it has made steps over the data of loaders, by their lengths.
-        has_ended: whether it has come to the end of the script.
-        comments: to distwrap, on lines of the user's that are named here.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -120,8 +117,6 @@ class Seen:
     statistics: bool = False
     evaluations: int = 0
     trains: Counter[int] = field(default_factory=Counter)
-    has_ended: bool = False
-    comments: dict[str, str] = field(default_factory=dict)
 
     def note_numbers(self, kind: str, place: str, text: str) -> None:
         """Keep the numbers in a text: integers are exact, and others as rounding lets them be."""
@@ -141,16 +136,6 @@ class _Rank:
         self._roots, self._inner = dict[int, nn.Module](), set[int]()
         self._names = dict[int, tuple[str, Tensor]]()  # of parameters by their ids, which no other one is to get
         self._random: Tensor | None = None  # torch's state after the last step, or before the first forward
-
-    def place(self) -> str:
-        """Return the line of the user's that runs now."""
-        if (frame := stacks.users_frame()) is None:
-            return ""
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        found = place(file, line)
-        if "distwrap:" in (text := linecache.getline(file, line)):
-            self.seen.comments[found] = text
-        return found
 
     def call(self, module: nn.Module, given: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
@@ -186,7 +171,7 @@ class _Rank:
 
     def end_backward(self, losses: list[float]) -> None:
         self._next.losses += losses
-        self._next.backward = self.place()
+        self._next.backward = users_line()
         parameters = [each for root in self._roots.values() for each in root.parameters() if id(each) in self._names]
         self._next.record("after_backward", {self._names[id(each)][0]: each.grad for each in parameters})
 
@@ -197,7 +182,7 @@ class _Rank:
         self._next.tensors["after_backward"] = after_backward = step.tensors[
             "after_backward"
         ]  # maybe of two optimizers
-        step.share, step.place = self._number if world is None else world.layout.rank, self.place()
+        step.share, step.place = self._number if world is None else world.layout.rank, users_line()
         step.draws = self._random is not None and not torch.equal(self._random, torch.get_rng_state())
         step.record("begun", named)
         step.record("gradients", {name: each.grad for name, each in named.items()})
@@ -280,7 +265,7 @@ class Observer:
         with (
             contextlib.redirect_stdout(_Printed(self)),
             watched(self._begin_forward, lambda losses: self.here().end_backward(losses), self._epoch),
-            without_dropout(lambda: self.here().seen.switched_off.add(f"dropout at {self.here().place()}")),
+            without_dropout(lambda: self.here().seen.switched_off.add(f"dropout at {users_line(in_short=True)}")),
         ):
             yield
 
@@ -292,7 +277,7 @@ class Observer:
 
     def _epoch(self, data: Any, batches: Iterator[Any]) -> Iterator[Any]:
         rank = self.here()
-        line, before, seen = rank.place(), len(rank.seen.steps), rank.seen
+        line, before, seen = users_line(), len(rank.seen.steps), rank.seen
         if rank.epochs[line] >= self._epochs:
             self.enough()
         try:
@@ -319,7 +304,7 @@ class _Printed(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         rank = self._observer.here()
-        rank.seen.note_numbers("printed", rank.place(), text)
+        rank.seen.note_numbers("printed", users_line(), text)
         return len(text)
 
 
@@ -335,6 +320,14 @@ def plain(value: Any) -> str:
         return (_whole(array).flatten() if isinstance(array, Tensor) else array.ravel())[:100].tolist()
 
     return repr(map_tensors(numbers, value, also=lambda each: hasattr(each, "ravel")))
+
+
+def users_line(*, in_short: bool = False) -> str:
+    """Return the line of the user's that runs now: its file and number."""
+    if (frame := stacks.users_frame()) is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return place(file, line) if in_short else f"{file}:{line}"
 
 
 def length(data: Any) -> int:

@@ -33,23 +33,19 @@ from distwrap.environments import torchrun
 from distwrap.errors import DistwrapError, LaunchError
 from distwrap.group.world import active_world
 from distwrap.launch.worker import tie_to_parent
-from distwrap.places import place
 from distwrap.prove.observer import Observer, Seen, length, plain
 from distwrap.strategies.ddp import DDPStrategy
-from distwrap.supervision.stacks import is_users
+from distwrap.supervision import stacks
 from distwrap.testing.simulation.script import failure_of
 from distwrap.wording import named_ranks
 
 _KIND = "proof"  # of our temporary folders
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _PATHS = (str, bytes, os.PathLike)
-# What changes something, and which of the audit event's arguments say where.
-_CHANGES = {
-    **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"), slice(0, 1)),
-    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), slice(0, 2)),
-    "socket.connect": slice(1, 2),
-    **dict.fromkeys(("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "sqlite3.connect"), slice(0, 1)),
-}
+# Events of an audit hook that change something; their first two arguments say where.
+_CHANGES = {"open", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree", "os.rename", "os.link"}
+_CHANGES |= {"os.symlink", "socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"}
+_CHANGES |= {"sqlite3.connect"}
 _SECONDS = 600.0  # for a world
 _torch_save, _prepare_model = torch.save, DDPStrategy.prepare_model
 
@@ -74,6 +70,7 @@ class World:
         error: why it ended early, in words; empty where it did not.
         sizes: batch sizes that the loop has said.
         seconds: for which ranks that have done their steps wait for others.
+        has_ended: whether it has come to the end of the program.
     """
 
     ranks: int
@@ -81,6 +78,7 @@ class World:
     error: str = ""
     sizes: set[int] = field(default_factory=set)
     seconds: float = _SECONDS
+    has_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def run(program: Program, ranks: int, folder: Path) -> World:
                     its = torch.load(io.BytesIO(each.recv_bytes()), weights_only=False)  # of our own process
                 except EOFError:
                     raise LaunchError(f"rank {missing[each]} of {ranks} has ended without a word.") from None
-                world = World(ranks, world.seen | its.seen, world.error or its.error, its.sizes, its.seconds)
+                world = replace(its, seen=world.seen | its.seen, error=world.error or its.error)
                 deadline = min(deadline, time.monotonic() + its.seconds)
                 del missing[each]
     return world
@@ -205,15 +203,11 @@ class _Child(Observer):
         os.register_at_fork(after_in_child=self._pipe.close)  # whose end is that of this process
         os.chdir(self._folder)
         tempfile.tempdir = str(self._folder)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nobody sees what a debugger asks
-        errors = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
         torch.set_num_threads(1)  # the parent's threads are not here after the fork
         if program.double:
             torch.set_default_dtype(torch.float64)
-        # CUDA does not work after a fork.
-        os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": "", **self._variables()})
-        if program.real:
-            os.dup2(errors.fileno(), 2)  # native code warns when another rank stops first
+        os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": ""})  # CUDA does not work after a fork
+        os.environ.update(self._variables())
         changes: list[tuple[Any, str, Any]] = [
             (loaders, "shard", _shard),
             (DDPStrategy, "prepare_model", lambda *given: self._prepare_model(*given)),
@@ -221,26 +215,22 @@ class _Child(Observer):
         if not program.allow_writes:
             sys.addaudithook(self._look)
             changes.append((torch, "save", self._save))
+        for stream in (0, 2):  # nobody sees what a debugger asks, and native code warns when another rank stops first
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+        most = program.steps if program.epochs else 0
         try:
-            with (
-                contextlib.redirect_stderr(errors),
-                batches_of(self._batch, program.steps if program.epochs else 0),
-                replaced(changes),
-                self.watching(),
-            ):
+            with batches_of(self._batch, most), replaced(changes), self.watching():
                 self._start()
         except BaseException as error:  # noqa: BLE001 - told to the parent
             if not isinstance(error, SystemExit) or error.code not in (None, 0):
                 self._world.error = _in_words(error)
-        for seen in self.seen.values():
-            seen.has_ended = not self._world.error
+        self._world.has_ended = not self._world.error
         self._tell()
 
     def _start(self) -> None:
-        program = self._program
-        if program.function is not None:
-            is_decorated = hasattr(program.function, "options")
-            function = program.function if is_decorated else sys.modules["distwrap"].distributed()(program.function)
+        program, function = self._program, self._program.function
+        if function is not None:
+            function = function if hasattr(function, "options") else sys.modules["distwrap"].distributed()(function)
             value = function(*program.arguments, **program.keywords)
             self.here().seen.note_numbers("returned", "", plain(value))
         elif program.real:
@@ -300,15 +290,16 @@ class _Child(Observer):
 
     def _look(self, event: str, args: tuple[Any, ...]) -> None:
         """Raise an error where this process would change something outside of its folder."""
-        changes = args[2] & _WRITES if event == "open" else event in _CHANGES
-        for each in args[_CHANGES.get(event, slice(0, 1))] if changes else ():
+        if event not in _CHANGES or (event == "open" and not args[2] & _WRITES):
+            return
+        for each in args[:1] if event == "open" else args[:2]:
             text = os.path.abspath(os.fsdecode(each)) if isinstance(each, _PATHS) else str(each)
-            if isinstance(each, int) or text.startswith(self._allowed) or "__pycache__" in text:
-                continue  # an integer is a file that is open already
-            raise PermissionError(
-                f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing outside of "
-                "its own folder: give the loop a relative path, or say --allow-writes."
-            )
+            is_place = isinstance(each, (*_PATHS, tuple))  # an integer is a file that is open already
+            if is_place and not text.startswith(self._allowed) and "__pycache__" not in text:
+                raise PermissionError(
+                    f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing "
+                    "outside of its own folder: give the loop a relative path, or say --allow-writes."
+                )
 
 
 def _shard(loader: Any, mode: Any, batch_size: Any, order: Any, split: Any, **options: Any) -> Any:
@@ -322,9 +313,7 @@ def _shard(loader: Any, mode: Any, batch_size: Any, order: Any, split: Any, **op
 def _in_words(error: BaseException) -> str:
     """Return an error's type and message, and the line of the user's that has raised it."""
     words = "".join(traceback.format_exception_only(type(error), error)).strip()
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
-    if isinstance(error, DistwrapError) or not frames:
-        return words
     if isinstance(error, FileNotFoundError):
         words += "; a proof runs in a folder of its own: read data by Path(__file__).parent"
-    return f"{words} (at {place(frames[-1].filename, frames[-1].lineno or 0)})"
+    line = stacks.locate(stacks.of_traceback(error.__traceback__))[1]
+    return words if isinstance(error, DistwrapError) else f"{words} (at {line})"
