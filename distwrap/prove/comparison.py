@@ -238,6 +238,7 @@ def _of_gradients(number: int, one: Step, several: list[Step], found: Comparison
     """Compare gradients after the backward and in the step, and find a cause, as `_of_step` does."""
     samples = _of_samples(one, several, found, alone)
     at_step, before = (_differing(kind, one, several, number) for kind in (_GRADIENTS, _AFTER_BACKWARD))
+    before = [each for each in before if each.name in one.tensors["gradients"]]  # which are those of this optimizer
     by_hand = _are_apart(_AFTER_BACKWARD, before, several)  # an exchange by hand comes after the backward
     if not at_step and (by_hand or not before):
         found.compared["gradients"] += len(one.tensors["gradients"])

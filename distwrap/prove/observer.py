@@ -64,9 +64,6 @@ class Sketch(NamedTuple):
         return float(self.values.norm())
 
 
-Sketches = dict[str, Sketch]
-
-
 @dataclass
 class Step:
     """One step of one optimizer on one rank.
@@ -91,7 +88,7 @@ class Step:
     losses: list[float] = field(default_factory=list)
     samples: Counter[int] = field(default_factory=Counter)
     draws: bool = False
-    tensors: dict[str, Sketches] = field(default_factory=lambda: defaultdict(dict))
+    tensors: dict[str, dict[str, Sketch]] = field(default_factory=lambda: defaultdict(dict))
 
     def record(self, kind: str, tensors: Mapping[str, Tensor | None]) -> None:
         """Keep sketches of the tensors of a kind, by name; some may be missing."""
@@ -139,14 +136,13 @@ class _Rank:
 
     def call(self, module: nn.Module, given: Any) -> None:
         """Take note of a call of a model: one that is no part of another."""
-        if RemoteTensor.finds_shapes or type(module).__module__.startswith(_OF_STAGES):
+        self.seen.evaluations += not torch.is_grad_enabled()  # also of a part, as model.module
+        is_part = id(module) in self._inner and id(module) not in self._roots
+        if is_part or RemoteTensor.finds_shapes or type(module).__module__.startswith(_OF_STAGES):
             return  # which is no call of the user's, or in which the user's model is called
         if id(module) not in self._roots:
-            if id(module) in self._inner:
-                return
             self._add(module)
         if not (torch.is_grad_enabled() and module.training):
-            self.seen.evaluations += not torch.is_grad_enabled()
             return
         if self._random is None:
             self._random = torch.get_rng_state()
@@ -172,22 +168,17 @@ class _Rank:
     def end_backward(self, losses: list[float]) -> None:
         self._next.losses += losses
         self._next.backward = users_line()
-        parameters = [each for root in self._roots.values() for each in root.parameters() if id(each) in self._names]
-        self._next.record("after_backward", {self._names[id(each)][0]: each.grad for each in parameters})
+        self._next.record("after_backward", {name: each.grad for name, each in self._names.values()})
 
     def begin_step(self, optimizer: Optimizer) -> None:
         step, named, world = self._next, self._named(optimizer), active_world()
         self.seen.steps.append(step)
         self._next = Step(backward=step.backward)
-        self._next.tensors["after_backward"] = after_backward = step.tensors[
-            "after_backward"
-        ]  # maybe of two optimizers
+        self._next.tensors["after_backward"] = step.tensors["after_backward"]  # it may be of two optimizers
         step.share, step.place = self._number if world is None else world.layout.rank, users_line()
         step.draws = self._random is not None and not torch.equal(self._random, torch.get_rng_state())
         step.record("begun", named)
         step.record("gradients", {name: each.grad for name, each in named.items()})
-        own = step.tensors["gradients"]
-        step.tensors["after_backward"] = {name: each for name, each in after_backward.items() if name in own}
         options = {
             f"{name} of group {number}": torch.tensor(numbers, dtype=torch.float64)
             for number, group in enumerate(optimizer.param_groups)
@@ -211,11 +202,10 @@ class _Rank:
         normalizing = [each for each in modules if isinstance(each, _BATCH_NORM) and each.training]
         running = {id(buffer) for module in normalizing for buffer in module.buffers()}
         self.seen.statistics |= bool(normalizing)
-        buffers = dict[str, Tensor]()
-        for number, root in enumerate(self._roots.values()):
-            those = _named(root, number, root.named_buffers()).items()
-            buffers |= {name: each for name, each in those if id(each) not in running}
-        step.record("buffers", buffers)
+        buffers = [
+            _named(root, number, root.named_buffers()).items() for number, root in enumerate(self._roots.values())
+        ]
+        step.record("buffers", {name: each for those in buffers for name, each in those if id(each) not in running})
 
     def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return those of an optimizer's parameters that this rank has, by name; those of other stages it has not."""

@@ -152,14 +152,13 @@ def prove_program(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume:
     Raises:
         OptionError: a number of ranks does not divide the batch, or is below 2.
     """
-    if program.steps < 1 or program.epochs < 0:
-        raise OptionError(f"a proof looks at steps={program.steps} and epochs={program.epochs}: 1 step or more.")
-    for number in ranks:
-        if number < 2 or (program.batch or 12) % number:
-            raise OptionError(
-                "a proof compares one process with 2 ranks or more, which divide the batch "
-                f"({program.batch or 'a multiple of 12'}); got {number} ranks. Say batch= too."
-            )
+    wrong = [number for number in ranks if number < 2 or (program.batch or 12) % number]
+    if wrong or program.steps < 1 or program.epochs < 0:
+        raise OptionError(
+            "a proof looks at 1 step or more, and compares one process with 2 ranks or more, which divide the batch "
+            f"({program.batch or 'a multiple of 12'}); got steps={program.steps}, epochs={program.epochs} and "
+            f"ranks={[*ranks]}. Say batch= too."
+        )
     import_before_group()
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports for two seconds what every world needs
     proof = _proof(program, ranks, resume)

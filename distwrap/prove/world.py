@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import multiprocessing
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -22,12 +24,11 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from distwrap import locked_folder, simulated
+from distwrap import launch, locked_folder, simulated
 from distwrap._internals.torch_calls import replaced
 from distwrap._internals.torch_prove import batches_of
 from distwrap.comm.gradients import AllReduce
 from distwrap.data import loader as loaders
-from distwrap.data.loader import shard
 from distwrap.data.sharded import innermost
 from distwrap.environments import torchrun
 from distwrap.errors import DistwrapError, LaunchError
@@ -47,7 +48,9 @@ _CHANGES = {"open", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.
 _CHANGES |= {"os.symlink", "socket.connect", "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"}
 _CHANGES |= {"sqlite3.connect"}
 _SECONDS = 600.0  # for a world
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no second
 _torch_save, _prepare_model = torch.save, DDPStrategy.prepare_model
+_shard, _start = loaders.shard, launch.start
 
 
 def common_batch(said: int) -> int:
@@ -96,8 +99,8 @@ class Program:
         steps: of optimizers, after which a rank has been seen enough.
         epochs: in the place of steps, of so many batches at most; 0 for steps.
         batch: size of the batch of all ranks together; by default the one that is nearest to the loop's.
-        evaluated: lengths of data over which one process makes no step: where a script by hand has as many on a rank,
-            in a loader without a sampler, that rank takes whole batches of them.
+        evaluated: lengths of data over which one process makes no step: where a rank has as many, in a loader without a
+            sampler that nobody shards, it takes whole batches of them.
     """
 
     script: str = ""
@@ -115,13 +118,24 @@ class Program:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Make a folder for a ``with``; the next one removes that of a process that was killed."""
+    """Make a folder for a ``with``, removed also by SIGTERM and SIGHUP; the next one removes that of a killed process.
+
+    This process then ends by the signal, as it would have without a folder.
+    """
+
+    def stop(number: int, frame: object) -> NoReturn:
+        atexit.register(os.kill, os.getpid(), number)
+        raise SystemExit
+
     locked_folder.remove_abandoned(_KIND)
     made = locked_folder.make(_KIND)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(locked_folder.remove, made)
+        for number in _SIGNALS:
+            with contextlib.suppress(ValueError):  # another thread than the main one gets no signals
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    stack.callback(signal.signal, number, signal.signal(number, stop))
         yield made.resolve()
-    finally:
-        locked_folder.remove(made)
 
 
 def run(program: Program, ranks: int, folder: Path) -> World:
@@ -192,7 +206,7 @@ class _Child(Observer):
     def __init__(self, program: Program, world: World, rank: int, folder: Path, port: int, pipe: Connection) -> None:
         super().__init__(rank, program.steps, program.epochs, double=program.double)
         self._program, self._world, self._folder, self._port, self._pipe = program, world, folder, port, pipe
-        self._done = set[int]()
+        self._done, self._whole = set[int](), weakref.WeakSet[Any]()  # ranks, and loaders that are not to be divided
         meeting = ("('127.0.0.1'",) if program.real else ()  # of its ranks
         self._allowed = (str(folder), os.devnull, "/dev/shm", "/proc/self", *meeting)
 
@@ -201,6 +215,8 @@ class _Child(Observer):
         program = self._program
         tie_to_parent()
         os.register_at_fork(after_in_child=self._pipe.close)  # whose end is that of this process
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         os.chdir(self._folder)
         tempfile.tempdir = str(self._folder)
         torch.set_num_threads(1)  # the parent's threads are not here after the fork
@@ -209,7 +225,8 @@ class _Child(Observer):
         os.environ.update({"DISTWRAP_QUIET": "1", "CUDA_VISIBLE_DEVICES": ""})  # CUDA does not work after a fork
         os.environ.update(self._variables())
         changes: list[tuple[Any, str, Any]] = [
-            (loaders, "shard", _shard),
+            (launch, "start", self._call),
+            (loaders, "shard", self._shard),
             (DDPStrategy, "prepare_model", lambda *given: self._prepare_model(*given)),
         ]
         if not program.allow_writes:
@@ -231,8 +248,7 @@ class _Child(Observer):
         program, function = self._program, self._program.function
         if function is not None:
             function = function if hasattr(function, "options") else sys.modules["distwrap"].distributed()(function)
-            value = function(*program.arguments, **program.keywords)
-            self.here().seen.note_numbers("returned", "", plain(value))
+            function(*program.arguments, **program.keywords)
         elif program.real:
             sys.argv = [program.script, *map(str, program.arguments)]
             sys.path.insert(0, str(Path(program.script).parent))
@@ -266,13 +282,30 @@ class _Child(Observer):
         while True:
             signal.pause()
 
-    def _batch(self, said: int, data: Any) -> tuple[int, int]:
+    def _call(self, task: Any) -> Any:
+        """Call a decorated function, and keep the numbers that it returns."""
+        value = _start(task)
+        if task.options.returns != "all":
+            self.here().seen.note_numbers("returned", "", plain(value))
+        return value
+
+    def _batch(self, loader: Any, said: int, data: Any) -> tuple[int, int]:
         """Return the size of a rank's batches, and among how many ranks data are divided; 0 where they stay whole."""
         self._world.sizes.add(said)
-        world, whole = active_world(), self._program.batch or common_batch(said)
-        if world is not None:  # ranks that divide a model's layers have one share together
-            return whole // world.layout.size, world.layout.size
-        return whole // (1 if length(data) in self._program.evaluated else self._world.ranks), 0
+        world, shares = active_world(), self._world.ranks
+        if world is not None:
+            shares = world.layout.size  # ranks that divide a model's layers have one share together
+        if length(data) in self._program.evaluated:
+            self._whole.add(loader)
+            shares = 1
+        return (self._program.batch or common_batch(said)) // shares, shares if world is not None else 0
+
+    def _shard(self, loader: Any, mode: Any, batch_size: Any, order: Any, split: Any, **options: Any) -> Any:
+        """Shard a loader so that each step's samples are those of one process."""
+        shuffles = isinstance(loader, DataLoader) and isinstance(innermost(loader), RandomSampler)
+        order = "auto" if not shuffles else "torch" if order == "auto" else order
+        mode = "drop" if shuffles and mode == "auto" else mode
+        return _shard(loader, mode, "global" if loader in self._whole else "per_rank", order, split, **options)
 
     def _prepare_model(self, strategy: Any, model: Any, world: Any, wrapping: Any) -> Any:
         """Prepare a model with the mean of gradients that one process has."""
@@ -300,14 +333,6 @@ class _Child(Observer):
                     f"distwrap prove: the loop would {event.rpartition('.')[2]} {text}. A proof changes nothing "
                     "outside of its own folder: give the loop a relative path, or say --allow-writes."
                 )
-
-
-def _shard(loader: Any, mode: Any, batch_size: Any, order: Any, split: Any, **options: Any) -> Any:
-    """Shard a loader so that each step's samples are those of one process."""
-    shuffles = isinstance(loader, DataLoader) and isinstance(innermost(loader), RandomSampler)
-    order = "auto" if not shuffles else "torch" if order == "auto" else order
-    mode = "drop" if shuffles and mode == "auto" else mode
-    return shard(loader, mode, "per_rank", order, split, **options)
 
 
 def _in_words(error: BaseException) -> str:
