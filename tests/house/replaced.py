@@ -40,6 +40,7 @@ ALLOWED = {
     ): "documented, of an object made here",
     ("prove/proof.py", "ElementTree.SubElement(case, 'failure', message=self.verdict).text"): "of an element made here",
     ("prove/world.py", "tempfile.tempdir"): "documented: the folder of a proof's temporary files, in its own process",
+    ("prove/world.py", "sys.argv"): "of a script, in a process that is the script's alone",
     ("prove/world.py", "replaced"): "in the process of a proof, which is the program's alone and ends with it",
     ("standard_input.py", "sys.stdin"): _STREAMS,
     ("strategies/parameter_swap.py", "parameter.__class__"): _WHOLE,

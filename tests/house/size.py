@@ -37,9 +37,9 @@ def _strategies(words: str) -> tuple[str, ...]:
 # A row is raised by a commit of its own, which gives the reason. The comment says which part of halving the package
 # takes it to its goal.
 ROWS = {
-    "modules": Row(1850 - 190, 2564, 2144, ("",)),  # falls with part 3
-    "protocols": Row(190, 154, 187, ("protocols.py",)),
-    "_internals": Row(650, 1344, 1359, ("_internals/",)),  # part 1
+    "modules": Row(1850 - 190, 2550, 2123, ("",)),  # falls with part 3
+    "protocols": Row(190, 157, 189, ("protocols.py",)),
+    "_internals": Row(650, 1319, 1341, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1139, 985, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
@@ -52,25 +52,25 @@ ROWS = {
     "model": Row(850 + 750, 2442, 2386, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
-    "prove": Row(700, 1001, 911, ("prove/",)),  # part 3
+    "prove": Row(700, 918, 846, ("prove/",)),  # part 3
     "supervision": Row(800, 1511, 1574, ("supervision/",)),  # part 3
-    "testing": Row(1300, 1313, 1312, ("testing/",)),  # part 1
+    "testing": Row(1300, 1202, 1214, ("testing/",)),  # part 1
     "timing": Row(650, 826, 776, ("timing/",)),  # part 1
-    "strategies: ddp and its like": Row(1100, 1261, 1168, ("strategies/",)),  # part 1; with the front door
+    "strategies: ddp and its like": Row(1100, 1306, 1214, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
-        430, 551, 490, _strategies("zero.py optimizer_s owned_tensors.py separable.py")
+        430, 439, 372, _strategies("zero.py optimizer_scope.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
-        1600, 2108, 1937,
+        1600, 2163, 1991,
         _strategies(
-            "fsdp/ activations.py adoption.py divided_ meshes.py named_inputs.py rendezvous.py shards.py"
+            "fsdp/ activations.py parameter_swap.py divided_ rendezvous.py shards.py"
         ),
     ),  # part 2
-    "strategies: pipeline": Row(800, 1707, 1562, _strategies("pipeline/")),  # part 2
+    "strategies: pipeline": Row(800, 1559, 1402, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
-    "strategies: engines": Row(1100, 1803, 1595, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
+    "strategies: engines": Row(1100, 1754, 1550, _strategies("deepspeed/ hivemind/ horovod.py")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 396, 290
+FILES, FILES_GOAL = 379, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
