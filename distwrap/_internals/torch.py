@@ -340,19 +340,6 @@ def mark_steps_as_watched(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = watched  # type: ignore[method-assign]
 
 
-def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Let steps of one optimizer run the hooks of another, in whose place it steps, and count for its schedulers.
-
-    Relies on ``torch:optim.SGD([zeros(1)])._optimizer_step_pre_hooks``,
-    ``torch:optim.SGD([zeros(1)])._optimizer_step_post_hooks``.
-    Without it: step hooks of the other optimizer are not called.
-    """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if hasattr(other, name):
-            setattr(one, name, getattr(other, name))
-    one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
-
-
 def with_step_hooks(step: Any) -> Any:
     """Return a step of an optimizer around which torch calls its step hooks.
 
