@@ -19,41 +19,27 @@ _AT_ONCE = 1 << 20  # numbers: while one such piece of a bucket travels, another
 
 
 class Residuals:
-    """Compression errors of a step, which are added to the numbers that the rank sends in the next one.
+    """Compression errors of a step, one float32 a gradient, which are added to the numbers sent in the next one.
 
-    They are kept by parameter, one float32 a gradient, since DDP rearranges buckets after the first step.
+    They start at zero when DDP has rearranged its buckets, which it does after the first step.
 
     Source: https://arxiv.org/abs/1901.09847, algorithm 2.
     """
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[int, ...], torch.Tensor] = {}
-        self._parts: dict[int, torch.Tensor] = {}
-        self._scales: dict[tuple[int, ...], float] = {}
+        self._by_bucket: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}  # each with its scale
 
     def of(self, bucket: Bucket) -> torch.Tensor:
         """Return the flat errors of a bucket, in the scale of its gradients, to change in place."""
         key = bucket.key
-        if key not in self._flat:
-            self._rearrange(bucket)
-        flat = self._flat[key]
-        if self._scales[key] != bucket.scale:
-            flat.mul_(bucket.scale / self._scales[key])
-            self._scales[key] = bucket.scale
+        if key not in self._by_bucket:
+            self._by_bucket = {old: each for old, each in self._by_bucket.items() if set(old).isdisjoint(key)}
+            flat = torch.zeros(bucket.values.numel(), device=bucket.values.device)
+            self._by_bucket[key] = flat, bucket.scale
+        flat, scale = self._by_bucket[key]
+        if scale != bucket.scale:
+            self._by_bucket[key] = flat.mul_(bucket.scale / scale), bucket.scale
         return flat
-
-    def _rearrange(self, bucket: Bucket) -> None:
-        flat = torch.zeros(bucket.values.numel(), device=bucket.values.device)
-        parameters = set(bucket.key)
-        for parameter, part in zip(bucket.parameters, bucket.parts(flat), strict=True):
-            if id(parameter) in self._parts:
-                part.copy_(self._parts[id(parameter)])
-            self._parts[id(parameter)] = part
-        # All buckets of a step have the same scale, so that of any old bucket is right.
-        scale = next((self._scales[old] for old in self._flat if parameters.intersection(old)), bucket.scale)
-        for old in [old for old in self._flat if parameters.issuperset(old)]:
-            del self._flat[old], self._scales[old]
-        self._flat[bucket.key], self._scales[bucket.key] = flat, scale
 
 
 class CompressedMean(Averager):
