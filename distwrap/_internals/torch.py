@@ -3,11 +3,13 @@
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
@@ -458,3 +460,48 @@ def has_scaled(scaler: torch.amp.GradScaler) -> bool:
     Without it: each scaler counts as used.
     """
     return getattr(scaler, "_scale", scaler) is not None
+
+
+_NONE = object()  # where an attribute is that of a base class
+_CALLS = ("_call_impl", "_compiled_call_impl")
+
+
+@contextmanager
+def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes of modules and classes other values within a ``with``; what others put there meanwhile stays."""
+    own = [vars(owner).get(name, _NONE) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, value), before in zip(reversed(changes), reversed(own), strict=True):
+            if vars(owner).get(name) is not value:
+                continue
+            if before is _NONE:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def replace_calls(module: nn.Module, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the call of a module, that is its forward with all hooks, or the compiled version of that.
+
+    Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
+    Without it: strategy="pipeline" cannot be used.
+    """
+    for name in _CALLS:
+        if (call := getattr(module, name)) is not None:
+            vars(module)[name] = replaced(call)
+
+
+def put_back_calls(module: nn.Module, own: dict[str, Any]) -> None:
+    """Restore the call of a module from its attributes before the replacement.
+
+    Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
+    Without it: as for replace_calls.
+    """
+    for name in _CALLS:
+        vars(module).pop(name, None)
+        if name in own:
+            vars(module)[name] = own[name]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from distwrap._internals.torch_calls import replaced
+from distwrap._internals.torch import replaced
 
 BACKEND = "simulated"
 

@@ -21,8 +21,7 @@ from distwrap.model.empty import init_empty
 from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import memory_of
-from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, estimate, estimate_stages, optimizer
+from distwrap.strategies.estimate import Need, estimate, estimate_stages, fit, optimizer, recommended
 from distwrap.wording import as_size, first_line, unknown_name
 
 _COLUMNS = ("parameters", "gradients", "buckets", "optimizer", "gathered", "total")

@@ -24,11 +24,9 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from distwrap._internals.torch import foreach
 from distwrap.checks import Check, whole
-from distwrap.comm.base import Averager, Bucket, option
-from distwrap.comm.codecs import Codec, MinMax8, Sign
-from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.base import Averager, Bucket, Link, option
+from distwrap.comm.compressed import Codec, CompressedMean, MinMax8, Sign
 from distwrap.comm.gradients import GradientAlgorithm
-from distwrap.comm.link import Link
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import Closure, OptimizerSteps, Phase, around_closure, steps_as_torch
 from distwrap.group.world import RunPart, World, current_world, say

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.torch import after_backward, waits_for_ranks
-from distwrap._internals.torch_calls import replaced
+from distwrap._internals.torch import after_backward, replaced, waits_for_ranks
 from distwrap._internals.torch_data import iterator_class, workers_of
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.cpus import thread_times

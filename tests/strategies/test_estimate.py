@@ -23,8 +23,7 @@ from distwrap.model.wrapped_models import bound_strategy
 from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import AutoStrategy
-from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, estimate, estimate_stages, optimizer
+from distwrap.strategies.estimate import Need, estimate, estimate_stages, fit, optimizer, recommended
 from distwrap.testing import run_ranks
 from tests.clusters.running import PYTHON, ROOT, run
 
