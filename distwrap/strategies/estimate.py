@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from distwrap import entry_points
 from distwrap.checks import parsed
-from distwrap.errors import ModelError, OptionError
+from distwrap.errors import OptionError
 from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
@@ -95,42 +95,6 @@ def estimate(
     else:
         needs.append(_divided("hsdp", model, kept, ranks_a_node, make))
     return [*needs, _divided("fsdp", model, kept, ranks, make)]
-
-
-def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
-    """Estimate the fullest stage of a pipeline over all ranks. While a model is wrapped, each rank has all of it.
-
-    Args:
-        model: a model on any device, also the meta device.
-        ranks: the number of ranks, each with one stage.
-        in_precision: the precision in which the model is trained.
-        make: makes the optimizer whose state is measured.
-
-    Example:
-        >>> blocks = nn.Sequential(*(nn.Linear(9, 9) for _ in range(5)))
-        >>> estimate_stages(blocks, 2, InPrecision("32", torch.device("cpu")), optimizer("sgd")).parameters
-        1080
-    """
-    from distwrap.strategies.pipeline.blocks import find_blocks  # torch's pipelines, which take a while to import
-
-    if ranks == 1:
-        return Need("pipeline", why_not="one rank has no other to share with")
-    model = unwrap_model(model)
-    try:
-        places = find_blocks(model, ranks, None).places(model)
-    except ModelError:
-        return Need("pipeline", why_not=f"no list of at least {ranks} blocks, for as many stages")
-    kept = _Kept(model, in_precision)
-    state = state_bytes(kept.trained, make)
-    named = [(name, kept.of[id(each)]) for name, each in model.named_parameters(remove_duplicate=False)]
-    needs = []
-    for stage in range(ranks):
-        own = list({each: None for name, each in named if stage in places[name]})
-        trained = [each for each in own if each.requires_grad]
-        buffers = [buffer for name, buffer in model.named_buffers() if stage in places[name]]
-        held = _bytes(own) + _bytes(buffers)
-        needs.append(Need("pipeline", held, _bytes(trained), 0, sum(state[each] for each in trained)))
-    return max(needs, key=lambda need: need.total)
 
 
 def optimizer(text: str) -> MakeOptimizer:
