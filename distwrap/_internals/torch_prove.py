@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
-from distwrap._internals.torch_calls import replaced
+from distwrap._internals.torch import replaced
 
 _DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 

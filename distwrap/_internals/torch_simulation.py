@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed import device_mesh, distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from distwrap._internals.torch_calls import replaced
+from distwrap._internals.torch import replaced
 from distwrap.errors import LaunchError
 
 BACKEND = "simulated"

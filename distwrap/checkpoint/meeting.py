@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
-from distwrap._internals.torch_groups import collectives_begun, default_store
+from distwrap._internals.torch import collectives_begun, default_store
 from distwrap.errors import CheckpointError, CollectiveError
 from distwrap.group.collectives import gather_object
 from distwrap.group.failures import is_secondary

@@ -1,6 +1,6 @@
 """Waits of the other ranks for the work of one: as long as it takes, while that rank lives, and no longer."""
 
-from distwrap._internals.torch_groups import default_store
+from distwrap._internals.torch import default_store
 from distwrap.errors import CollectiveError
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import require_group

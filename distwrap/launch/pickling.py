@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import wrapt
 
-from distwrap._internals import cloudpickle as internals
+from distwrap._internals import packages as internals
 from distwrap.decorated import find_by_name
 from distwrap.live_objects import is_callers
 from distwrap.places import CodeSource, learn, source_of

@@ -14,7 +14,7 @@ from torch import nn
 
 from distwrap._internals.torch import norm_classes
 from distwrap.checks import one_of
-from distwrap.devices.streams import SideStream
+from distwrap.devices.kinds import SideStream
 from distwrap.group.collectives import broadcast, reduce
 from distwrap.group.world import current_world, say
 from distwrap.model.fingerprints import fingerprint

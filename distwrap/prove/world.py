@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from distwrap import launch, locked_folder, simulated
-from distwrap._internals.torch_calls import replaced
+from distwrap._internals.torch import replaced
 from distwrap._internals.torch_prove import batches_of
 from distwrap.comm.gradients import AllReduce
 from distwrap.data import loader as loaders

@@ -19,8 +19,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.torch import foreach, version_of
-from distwrap._internals.torch_zero import unchanged_versions
+from distwrap._internals.torch import foreach, unchanged_versions, version_of
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import gather_object
 from distwrap.group.optimizer_steps import Closure, OptimizerSteps, Phase, around_closure

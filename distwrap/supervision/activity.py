@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from distwrap._internals.torch import collectives_begun
 from distwrap._internals.torch_data import batches_given
-from distwrap._internals.torch_groups import collectives_begun
 from distwrap.frames import OURS
 from distwrap.places import place
 from distwrap.stopwatch import Item, Part, Stopwatch

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 
-from distwrap._internals.torch_groups import collectives_begun
+from distwrap._internals.torch import collectives_begun
 from distwrap.environments import Placement
 from distwrap.network.keys import count
 from distwrap.network.waiting import Clock, count_in

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from distwrap._internals.torch_groups import collectives_begun
+from distwrap._internals.torch import collectives_begun
 from distwrap.devices.cpus import thread_times
 from distwrap.frames import OURS
 from distwrap.network.waiting import Clock

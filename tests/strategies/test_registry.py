@@ -205,7 +205,7 @@ def _trains_inside(comm: str) -> tuple[list[str], float]:
 
 def test_a_subclass_may_put_something_around_the_model() -> None:
     """The model within is one of the run's as ever: for wrap_optimizer, a second wrap_model, and the end of the run."""
-    assert run_ranks(_trains_inside, 2, "qadam") == [(["DistributedModel", "QAdamOptimizer"], 1.5)] * 2
+    assert run_ranks(_trains_inside, 2, "qadam") == [(["DistributedModel", "Adam"], 1.5)] * 2
 
 
 def _sent() -> int:

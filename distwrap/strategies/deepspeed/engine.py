@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.deepspeed import forget_group, without_compiler
+from distwrap._internals.packages import forget_group, without_compiler
 from distwrap._internals.torch import mark_steps_as_watched, version_of, with_step_hooks
 from distwrap.environments.variables import variables_set
 from distwrap.errors import ModelError

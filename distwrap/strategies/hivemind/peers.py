@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distwrap import locked_folder
-from distwrap._internals.hivemind import put_sockets_in
+from distwrap._internals.packages import put_sockets_in
 from distwrap.errors import LaunchError, ModelError, OptionError
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import RunPart, World, say

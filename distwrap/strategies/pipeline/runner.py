@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from distwrap._internals.torch import compiled_module, version_of
+from distwrap._internals.torch import compiled_module, put_back_calls, replace_calls, version_of
 from distwrap._internals.torch_autograd import in_backward
-from distwrap._internals.torch_calls import put_back_calls, replace_calls
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.devices.kinds import kind_of
 from distwrap.errors import ModelError
