@@ -459,7 +459,7 @@ class Launcher(ABC):
             The outcomes of the ranks that this node has started, in rank order.
 
         Raises:
-            BaseException: what a rank raised first, as `distwrap.launch.outcome.raise_failure` does.
+            BaseException: what a rank raised first, as `distwrap.launch.outcome.raise_if_failed` does.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run().")
 

@@ -85,8 +85,8 @@ CENTRAL = (
     Mutation(
         "the first cause",
         "launch/outcome.py",
-        "key=lambda outcome: (outcome.is_secondary, outcome.time)",
-        "key=lambda outcome: outcome.time",
+        "key=lambda failure: (failure.secondary, failure.time)",
+        "key=lambda failure: failure.time",
         ("tests/launch/test_failure_told.py", "tests/launch/test_supervisor.py"),
     ),
     Mutation(

@@ -233,9 +233,7 @@ def problem_in_words(error: BaseException) -> str:
 
 def failure(words: str, follows: bool) -> CheckpointError:
     """Return an error with words that all ranks have; `follows` says whether it follows from another failure."""
-    told = CheckpointError(words)
-    told.is_secondary = follows
-    return told
+    return CheckpointError(words, secondary=follows)
 
 
 def _first(problems: list[tuple[str, bool]]) -> tuple[str, bool]:

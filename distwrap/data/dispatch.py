@@ -168,8 +168,10 @@ def _received(group: DispatchGroup) -> tuple[_Turn, Any]:
         return turn, _unpacked(message)
     text, error = verify(message.numpy().tobytes(), run_secret(), READER)
     if error is None:
-        raise LoaderError(text)
-    raise error from WorkerError(text, rank=READER)  # by which the reader's own failure is known as the first
+        raise LoaderError(text, secondary=True)
+    raise error from WorkerError(
+        text, rank=READER, secondary=True
+    )  # by which the reader's own failure is known as the first
 
 
 def _failure(error: Exception) -> torch.Tensor:

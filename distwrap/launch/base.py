@@ -12,7 +12,7 @@ from distwrap.devices.selection import choose_nprocs, visible_devices
 from distwrap.errors import LaunchError, SerializationError, WorkerError
 from distwrap.group.world import say_once
 from distwrap.launch import pickling, transport
-from distwrap.launch.outcome import Exit, Outcome, raise_failure
+from distwrap.launch.outcome import CleanExit, Outcome, raise_if_failed
 from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
 from distwrap.network import secret
 from distwrap.wording import named_ranks
@@ -66,7 +66,7 @@ class Launcher(protocols.Launcher):
         for index, outcome in enumerate(self._checked(job, outcomes)):
             if outcome.value is not None:
                 value, states = transport.unpack_result(outcome.value, own)
-                if index == 0 and not isinstance(value, Exit):
+                if index == 0 and not isinstance(value, CleanExit):
                     for item, state in zip(found, states, strict=True):
                         item.load(state)
                 values.append(value)
@@ -81,9 +81,7 @@ class Launcher(protocols.Launcher):
     def _checked(self, job: Job, outcomes: object) -> list[Outcome]:
         """Return what `run` has returned, in rank order, if it is an outcome of each rank and none failed."""
         known = [each for each in outcomes if isinstance(each, Outcome)] if isinstance(outcomes, Sequence) else []
-        failed = [outcome for outcome in known if outcome.failed]
-        if failed:
-            raise_failure(failed)
+        raise_if_failed(known)
         ranks = {outcome.rank for outcome in known}
         if not len(ranks) == len(known) >= job.nprocs:  # elastic may have more, of nodes that came and went
             seen = f"those of {named_ranks(ranks)}" if ranks else repr(outcomes)
@@ -121,7 +119,7 @@ def launch(launcher: protocols.Launcher, job: Job) -> Any:
     outcomes = launcher.run(job, launcher.plan(job))
     value = launcher.bring_home(job, outcomes)
     values = value if job.task.options.returns == "all" and isinstance(value, list) else [value]
-    left = [rank for rank, each in enumerate(values) if isinstance(each, Exit)]
+    left = [rank for rank, each in enumerate(values) if isinstance(each, CleanExit)]
     if len(left) == len(values):
         sys.exit(0)
     if left:

@@ -13,7 +13,6 @@ import time
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -22,7 +21,7 @@ from torch import nn
 
 from distwrap import retrofit
 from distwrap._internals.python import run_interpreter_end
-from distwrap.environments import distwrap_environment
+from distwrap.environments import Placement, distwrap_environment
 from distwrap.errors import WorkerError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.collectives import gather_object
@@ -30,7 +29,7 @@ from distwrap.group.setup import abandon_process_group, announce, finish_process
 from distwrap.group.world import active_world, current_world
 from distwrap.launch import transport
 from distwrap.launch.callers_models import given_models, say_what_stays
-from distwrap.launch.outcome import Exit, Outcome, failure, success
+from distwrap.launch.outcome import CleanExit, Outcome, OutcomeFolder, failure, success
 from distwrap.launch.task import Assignment, Task
 from distwrap.live_objects import mark_as_forked
 from distwrap.model import diagnosis
@@ -40,7 +39,7 @@ from distwrap.registry import strategies
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
 from distwrap.standard_input import leave_to_rank_zero
-from distwrap.supervision.failure_news import Failure
+from distwrap.supervision.failure import Failure
 
 T = TypeVar("T")
 
@@ -90,6 +89,32 @@ class PipeLink:
     def report(self, outcome: Outcome) -> None:
         with suppress(BrokenPipeError):  # the launcher is gone, and nobody is left to tell
             self._conn.send(outcome)
+
+
+class FolderLink:
+    """The link of a rank that another program has started: its outcome is a file in a folder of the launch.
+
+    Args:
+        folder: the folder.
+        assignment: returns this rank's instructions.
+        is_child: whether this process's life is to end with its parent's.
+    """
+
+    def __init__(self, folder: OutcomeFolder, assignment: Callable[[], Assignment], *, is_child: bool = True) -> None:
+        self._folder, self._assignment, self._is_child = folder, assignment, is_child
+        self._placement: Placement | None = None
+
+    def tie(self) -> None:
+        if self._is_child:
+            tie_to_parent()
+
+    def assignment(self) -> Assignment:
+        assignment = self._assignment()
+        self._placement = assignment.placement
+        return assignment
+
+    def report(self, outcome: Outcome) -> None:
+        self._folder.put(outcome, self._placement)
 
 
 def tie_to_parent() -> None:
@@ -212,7 +237,7 @@ def take_part(
             if failures.is_failure(error):
                 raise
             world.wait()
-            value, trained = Exit(), []  # the others go on; whoever waits for this rank learns that it has left
+            value, trained = CleanExit(), []  # the others go on; whoever waits for this rank learns that it has left
     world.conclude()
     return (gather_object(value) if assignment.returns == "gathered" else value), trained
 
@@ -281,8 +306,8 @@ def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
 def _lost(first: Failure, link: LauncherLink, rank: int) -> None:
     """Report that this process ends because another rank has failed; called in the side channel's thread."""
     _is_lost.set()
-    error = WorkerError(f"rank {rank} was ended, since another {failures.NAMED}{first}", rank=rank)
-    link.report(replace(failure(rank, error), is_secondary=True))
+    words = f"rank {rank} was ended, since another failed first: {first}"
+    link.report(failure(rank, WorkerError(words, rank=rank, secondary=True)))
 
 
 def stalled(report: str, link: LauncherLink, rank: int) -> NoReturn:

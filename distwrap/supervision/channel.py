@@ -26,6 +26,7 @@ from distwrap.network.signed_texts import SignedTexts
 from distwrap.options import QUIET, notice_seconds, switched_on
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
+from distwrap.supervision.failure import Failure
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import ANSWER_SECONDS
 from distwrap.supervision.locations import Location
@@ -195,5 +196,5 @@ class Channel:
         (self.on_stall or self._end_stalled)(report)
 
     def _end_stalled(self, report: str) -> None:
-        self.failures.tell(report, "")
+        self.failures.tell(Failure.in_own_words(self._place.rank, report))
         end_process(self._place.rank, report)

@@ -188,7 +188,7 @@ class SharedWork:
             left = None if found else self._texts.read(f"left/{worker}")
             if left is not None and not (found := self._find(keys)):
                 if left:
-                    raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"])
+                    raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"], secondary=True)
                 raise CollectiveError(
                     f"{waits}, which has left the function already. Every rank must make the same calls in the "
                     "same order."

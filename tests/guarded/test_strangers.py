@@ -24,6 +24,7 @@ from distwrap.supervision import bells as bells_module, channel as channel_modul
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.failure import Failure
 from distwrap.supervision.failure_news import FailureNews
 from distwrap.supervision.hang_report import ask_all, last_seen
 from tests.slow import nightly
@@ -105,7 +106,7 @@ def test_a_store_that_is_gone_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(SignedTexts, "read", read)
         cause = channels[1].failures.wait_for_cause(1.0)
     assert cause is not None
-    assert "does not answer (Broken pipe)" in cause.summary
+    assert "does not answer (Broken pipe)" in cause.text
 
 
 def test_a_rank_looks_without_a_ring_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +143,8 @@ def test_more_mailboxes_than_there_are_ranks() -> None:
     """A count that another program has written is no reason to ring for ever."""
     with meeting() as (store, channels):
         store.set("boxes", HUGE)
-        channels[0].failures.tell("it failed", "")
-        assert channels[1].failures.wait_for_cause(1.0).summary == "it failed"  # type: ignore[union-attr]
+        channels[0].failures.tell(Failure.in_own_words(0, "it failed"))
+        assert channels[1].failures.wait_for_cause(1.0).text == "it failed"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("value", ["junk", "5", "{}", "[1, 2, 3]", f"[1{400 * '0'}, [1, 2]]", 100_000 * "["])
