@@ -105,9 +105,9 @@ CENTRAL = (
     ),
     Mutation(
         "a stall",
-        "supervision/stall_detection.py",
-        "return count == self._ranks and",
-        "return count > self._ranks and",
+        "supervision/observer.py",
+        "return standing == self._place.world_size and",
+        "return standing > self._place.world_size and",
         ("tests/supervision",),
     ),
     Mutation(

@@ -23,9 +23,11 @@ from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensors_apart import as_bytes, of_bytes, put_together, take_apart
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
 from distwrap.wording import first_line
 
+stacks.LOOPS[__file__] = "DataLoader"
 READER = 0
 _ALIGNED = 64  # bytes, at multiples of which each tensor of a message begins
 

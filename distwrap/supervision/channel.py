@@ -31,12 +31,11 @@ from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_pro
 from distwrap.supervision.hang_report import ANSWER_SECONDS
 from distwrap.supervision.locations import Location
 from distwrap.supervision.notes import RankNotes
+from distwrap.supervision.observer import Observer
 from distwrap.supervision.order_check import OrderCheck
 from distwrap.supervision.reporter import Reporter
 from distwrap.supervision.runs import ANSWER, NAME, Shown
 from distwrap.supervision.shared_work import SharedWork
-from distwrap.supervision.stall_detection import StallDetector
-from distwrap.supervision.wait_notice import WaitNotice
 from distwrap.supervision.waits import MainThread
 from distwrap.wording import first_line
 
@@ -61,9 +60,8 @@ class Channel:
         reporter: answers where this rank is, and asks where the others are.
         failures: news of failures.
         order: check that the ranks begin the same collectives.
-        stalls: detector of a run in which no rank moves.
         work: work of one rank for which others wait.
-        waits: notices of waits for other ranks.
+        observer: prints notices of waits for other ranks, and finds out that no rank moves.
         thread: this rank's main thread, which may wait.
         on_stall: called with the hang report on the rank that finds the run stalled. None: it ends the process.
     """
@@ -80,15 +78,13 @@ class Channel:
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(bells, self._notes, placement, activity, bells.clock)
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
-        self.stalls = StallDetector(bells.store, placement, timeout, bells.clock)
-        self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
-        work = self.work  # not `self`: nothing here may keep the store until the garbage is collected
-        self.thread = thread = MainThread(lambda: (activity.begun(), activity.step), lambda: work.worker, bells.clock)
-        self.order = OrderCheck(self._notes, placement, activity, lambda: thread.wait() is not None, bells.clock)
+        self.work = SharedWork(bells, texts, placement, activity, supervised)
+        self.thread = MainThread(activity, bells.clock)
+        self.order = OrderCheck(self._notes, placement, activity, self.thread, bells.clock)
         seconds = 0.0 if switched_on(os.environ, QUIET) else notice_seconds(os.environ)
-        self.waits = WaitNotice(bells.store, placement, self.reporter, thread, seconds, timeout, bells.clock)
-        self.reporter.waits = self.waits.wait
-        work.serve(f"position/{placement.rank}", self.reporter.position)
+        self.observer = Observer(bells.store, placement, self.reporter, self.thread, seconds, timeout, bells.clock)
+        self.reporter.waits = self.observer.wait
+        self.work.serve(f"position/{placement.rank}", self.reporter.position)
         self.on_stall: Callable[[str], None] | None = None
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
@@ -169,8 +165,7 @@ class Channel:
             self._show(location)
         if self._bells.take_question():
             self._notes.show(ANSWER, [time.time(), self.reporter.ask_others()])
-        self.waits.look()
-        if self.stalls.look():
+        if self.observer.look():
             self._report(f"no rank has moved for {self._timeout:g} s")
         if parted := self.order.look():
             words, way_out = parted

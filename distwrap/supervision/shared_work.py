@@ -5,7 +5,7 @@ import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
 from distwrap.network import memory_file
 from distwrap.network.keys import count, read
 from distwrap.network.signed_texts import SignedTexts
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import store_is_gone
-from distwrap.supervision.stall_detection import StallDetector
 
 _MADE, _FAILED = b"+", b"-"  # before an answer, and before a traceback
 
@@ -38,24 +38,20 @@ class SharedWork:
         bells: of the ranks.
         texts: by which to know what its ranks have written.
         placement: this rank's place.
-        stalls: told of waits, which may take as long as they like.
+        activity: told of waits, which may take as long as they like.
         supervised: whether a launcher of ours ends all ranks when one dies.
-
-    Attributes:
-        worker: the rank for whose work this one waits, or -1.
     """
 
     def __init__(
-        self, bells: Bells, texts: SignedTexts, placement: Placement, stalls: StallDetector, supervised: bool
+        self, bells: Bells, texts: SignedTexts, placement: Placement, activity: Activity, supervised: bool
     ) -> None:
         self._bells, self._store, self._texts = bells, bells.store, texts
-        self._place, self._stalls, self._supervised = placement, stalls, supervised
+        self._place, self._activity, self._supervised = placement, activity, supervised
         # The store of ranks on one node is a file, and keeps what is deleted in it.
         self._store_is_file = placement.master_addr is None
         self._served: list[tuple[str, Make]] = []
         self._seen: Counter[str] = Counter()
         self._open: list[tuple[str, Make, float]] = []
-        self.worker = -1
         self._awaited: set[int] = set()  # ranks that this one has waited for
 
     def publish(self, key: str, data: bytes) -> None:
@@ -162,16 +158,14 @@ class SharedWork:
 
     def _wait(self, keys: tuple[str, ...], worker: int) -> bytes:
         """Wait until another rank has published one of the keys, and return what."""
-        self._stalls.excuse(True)
-        before, self.worker = self.worker, worker if self.worker < 0 else self.worker  # of the wait in which it asks
-        waits = f"rank {self._place.rank} waits for the work of rank {worker}"
+        waits, within = f"rank {self._place.rank} waits for the work of rank {worker}", self._activity.wait_begun
+        # What a rank asks another one while it waits anyway is a part of that wait.
+        token = nullcontext() if within is not None else self._activity.waiting("work", (worker,), timed=False)
         try:
-            return bytes.fromhex(self._wait_while_it_lives(keys, worker, waits))
+            with token:
+                return bytes.fromhex(self._wait_while_it_lives(keys, worker, waits))
         except dist.DistNetworkError as error:
             raise WorkerDiedError(f"{waits}, but {store_is_gone(self._place, error)}") from None
-        finally:
-            self.worker = before
-            self._stalls.excuse(False)
 
     def _find(self, keys: tuple[str, ...]) -> list[str]:
         return [text for key in keys if (text := self._texts.read(key)) is not None]

@@ -24,16 +24,6 @@ from tests.clock import FastClock
 from tests.limits import SOON
 
 
-class Excused:
-    """A stall detector that is asked to excuse, and does."""
-
-    def __init__(self) -> None:
-        self.asked: list[bool] = []
-
-    def excuse(self, on: bool) -> None:
-        self.asked.append(on)
-
-
 @pytest.mark.parametrize("on_one_node", [True, False])
 def test_answers_come_when_it_is_time_and_leave_nothing_in_the_store(on_one_node: bool) -> None:
     """Each of several ranks gets its own answer, the later one perhaps first, by a file or by the store."""
@@ -44,7 +34,7 @@ def test_answers_come_when_it_is_time_and_leave_nothing_in_the_store(on_one_node
     clients = [stores.connect("127.0.0.1", [port], "mine", 10, "a rank")[0] for _ in range(3)]
     rings = [Bells(client, place) for client, place in zip(clients, places, strict=True)]
     texts = [SignedTexts(client, b"") for client in clients]
-    works = [SharedWork(*each, Excused(), supervised=True) for each in zip(rings, texts, places, strict=True)]  # type: ignore[arg-type]
+    works = [SharedWork(*each, Activity(None), supervised=True) for each in zip(rings, texts, places, strict=True)]
     before = store.num_keys()
     taken: list[int] = []
 
@@ -83,7 +73,7 @@ def test_no_file_is_written_that_is_named_over_a_network(tmp_path: Path) -> None
     place = Placement(0, 2, master_addr="127.0.0.1")
     bells, precious = Bells(store, place), tmp_path / "precious"
     precious.write_text("mine")
-    work = SharedWork(bells, SignedTexts(store, b""), place, Excused(), supervised=True)  # type: ignore[arg-type]
+    work = SharedWork(bells, SignedTexts(store, b""), place, Activity(None), supervised=True)
     work.serve("thing", lambda request, waited: b"other")
     store.add("asked/thing", 1)
     SignedTexts(store, b"").set("ask/thing/1", json.dumps([0, str(precious), 1, "token"]))
@@ -114,18 +104,25 @@ def test_who_waits_hears_at_once_that_a_rank_leaves() -> None:
     store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
     places = [Placement(rank, 2, master_addr="127.0.0.1") for rank in range(2)]
     rings = [Bells(client_of(store), place) for place in places]
-    stalls = [Excused() for _ in places]
+    activities, waits = [Activity(None) for _ in places], list[object]()
     works = [
-        SharedWork(bells, SignedTexts(bells.store, b""), place, each, supervised=True)  # type: ignore[arg-type]
-        for bells, place, each in zip(rings, places, stalls, strict=True)
+        SharedWork(bells, SignedTexts(bells.store, b""), place, each, supervised=True)
+        for bells, place, each in zip(rings, places, activities, strict=True)
     ]
     store.set("here/0", "{}")
-    leaving = threading.Timer(0.5, works[0].leave, kwargs={"failed": False})
+
+    def leave() -> None:
+        begun = activities[1].wait_begun
+        waits.append(begun and (begun.kind, begun.peers))
+        works[0].leave(failed=False)
+
+    leaving = threading.Timer(0.5, leave)
     leaving.start()
     start = time.monotonic()
     with pytest.raises(CollectiveError, match="has left"):
         works[1].wait_for("thing", 0)
-    assert stalls[1].asked == [True, False], "a rank that waits for work is no stall"
+    assert waits == [("work", (0,))], "a rank that waits for work says so, and is no stall"
+    assert activities[1].wait_begun is None
     assert time.monotonic() - start < LOOK_SECONDS / 2
     leaving.join()
     for bells in rings:
@@ -153,7 +150,7 @@ def test_work_of_a_rank_on_another_node_takes_as_long_as_it_lives(notes: bool) -
     store, place = HashStore(), Placement(1, 2, 0, 1, 1, 2, master_addr="127.0.0.1")
     store.set("here/0", json.dumps({"node": "another", "host": "over there", "pid": 7}))
     bells = Bells(store, place, Working(store, notes))
-    work = SharedWork(bells, SignedTexts(store, b""), place, Excused(), supervised=False)  # type: ignore[arg-type]
+    work = SharedWork(bells, SignedTexts(store, b""), place, Activity(None), supervised=False)
     if notes:
         assert work.wait_for("thing", 0) == b"made"
     else:

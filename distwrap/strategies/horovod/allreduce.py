@@ -14,6 +14,7 @@ from distwrap.comm.base import option
 from distwrap.errors import OptionError
 from distwrap.group.world import current_world
 from distwrap.strategies.horovod.group import HorovodGroup
+from distwrap.supervision.activity import Activity
 
 _LOOK_SECONDS = 0.0002  # between two checks of an exchange
 _LARGEST = torch.finfo(torch.float16).max
@@ -77,4 +78,5 @@ class _HorovodMean(Averager):
             if time.monotonic() > began + timeout:
                 raise HorovodInternalError(f"Timed out waiting {timeout:g} s for a gradient that not all ranks sent")
             time.sleep(_LOOK_SECONDS)
-        self._hvd.synchronize(handle)
+        with current_world().part(Activity).waiting(timed=False):
+            self._hvd.synchronize(handle)
