@@ -13,6 +13,7 @@ from distwrap.errors import OptionError
 from distwrap.launch.accelerator import Accelerator
 from distwrap.launch.settings import Settings
 from distwrap.options import Options
+from distwrap.protocols import Launcher
 from distwrap.registry import launchers
 from distwrap.seeding import RandomState
 
@@ -57,7 +58,7 @@ class Surroundings:
         """Read the surroundings of this process."""
         umask = os.umask(0)
         os.umask(umask)
-        random, settings = RandomState.capture(), Settings.capture()
+        random, settings = RandomState.capture(), Settings()
         path, argv, accelerator = list(sys.path), list(sys.argv), Accelerator.capture()
         return cls(dict(os.environ), os.getcwd(), path, argv, umask, random, settings, accelerator)
 
@@ -136,8 +137,13 @@ class NodePlan:
         return self.max_nodes > 1
 
 
-def resolve(options: Options, node: Node | None) -> NodePlan:
+def resolve(options: Options, node: Node | None, launcher: Launcher | None = None) -> NodePlan:
     """Return the plan on which the options and the environment of this node agree.
+
+    Args:
+        options: of the call.
+        node: what the environment says.
+        launcher: by default the one of the options.
 
     Raises:
         OptionError: they contradict each other, or half of what several nodes need is missing.
@@ -166,7 +172,7 @@ def resolve(options: Options, node: Node | None) -> NodePlan:
     if node_rank is not None and not 0 <= node_rank < high:
         how_many = " Say how many there are with nnodes." if high == 1 else f" It must be 0 to {high - 1}."
         raise OptionError(f"node_rank={node_rank}, but there are {high} node(s).{how_many}")
-    launcher = launchers.make(options.launcher)
+    launcher = launcher or launchers.make(options.launcher)
     restarts = low < high or max_restarts > 0
     cannot = "several nodes" if high > 1 and not launcher.several_nodes else ""
     if restarts and not (launcher.restarts or launcher.start_method):

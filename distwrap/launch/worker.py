@@ -31,7 +31,6 @@ from distwrap.launch import transport
 from distwrap.launch.callers_models import given_models, say_what_stays
 from distwrap.launch.outcome import CleanExit, Outcome, OutcomeFolder, failure, success
 from distwrap.launch.task import Assignment, Task
-from distwrap.live_objects import mark_as_forked
 from distwrap.model import diagnosis
 from distwrap.model.optimizers import Optimizers
 from distwrap.network.rendezvous import count_meetings_anew
@@ -145,8 +144,6 @@ def work(link: LauncherLink, task: Task | None = None, *, finish: Callable[[], N
     link.tie()
     make_output_readable()
     count_meetings_anew()
-    if task is not None:
-        mark_as_forked()
     try:
         assignment = link.assignment()
     except (EOFError, OSError):
