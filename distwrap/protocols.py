@@ -403,7 +403,7 @@ class Strategy(StateLayout):
 class Launcher(ABC):
     """One way to start ranks. Subclass it, and register the class with `register_launcher`.
 
-    A decorated call makes one launcher and calls, in this order, `count`, `check`, `plan`, `run` and `bring_home`.
+    A decorated call makes one launcher and calls, in this order, `count`, `check`, `plan`, `run` and `collect_result`.
 
     Attributes:
         name: for messages, and for the line at the start.
@@ -464,5 +464,5 @@ class Launcher(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no run().")
 
     @abstractmethod
-    def bring_home(self, job: Job, outcomes: Sequence[Any]) -> Any:
+    def collect_result(self, job: Job, outcomes: Sequence[Any]) -> Any:
         """Write what was trained into the caller's objects, and return what the decorated call returns."""

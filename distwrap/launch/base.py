@@ -13,7 +13,7 @@ from distwrap.errors import LaunchError, SerializationError, WorkerError
 from distwrap.group.world import say_once
 from distwrap.launch import pickling, transport
 from distwrap.launch.outcome import CleanExit, Outcome, raise_if_failed
-from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
+from distwrap.launch.task import Assignment, CallerContext, NodePlan, Task
 from distwrap.network import secret
 from distwrap.wording import named_ranks
 
@@ -51,14 +51,14 @@ class Launcher(protocols.Launcher):
         payload = transport.pack(job.task)
         path, module = self._main(job, payload)
         plan = replace(self.plan_in_place(job), main_path=path, main_module=module)
-        return replace(plan, payload=payload, surroundings=Surroundings.capture())
+        return replace(plan, payload=payload, context=CallerContext.capture())
 
     def plan_in_place(self, job: Job) -> Assignment:
-        """Return the plan for ranks that have the call and the caller's surroundings already."""
+        """Return the plan for ranks that have the call and the caller's context already."""
         inherited = b"" if job.nodes.several else secret.new()
         return Assignment(self.name, job.returns, choose_threads(job.nprocs), secret=inherited)
 
-    def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
+    def collect_result(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
         task = job.task
         found = retrofit.find(task.function, task.args, task.kwargs) if task.options.retrofit else []
         own = [item.original for item in found]
@@ -117,7 +117,7 @@ def tell_of_crowd(count: int) -> None:
 def launch(launcher: protocols.Launcher, job: Job) -> Any:
     """Run a job by a launcher that has checked it, and return what the decorated call returns."""
     outcomes = launcher.run(job, launcher.plan(job))
-    value = launcher.bring_home(job, outcomes)
+    value = launcher.collect_result(job, outcomes)
     values = value if job.task.options.returns == "all" and isinstance(value, list) else [value]
     left = [rank for rank, each in enumerate(values) if isinstance(each, CleanExit)]
     if len(left) == len(values):

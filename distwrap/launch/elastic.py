@@ -24,11 +24,11 @@ from distwrap.data import workers
 from distwrap.errors import ArrivalError, LaunchError
 from distwrap.launch import fork_safety
 from distwrap.launch.base import Job, Launcher
-from distwrap.launch.elastic_rank import be_a_rank
+from distwrap.launch.elastic_rank import rank_main
 from distwrap.launch.fork import ForkLauncher
 from distwrap.launch.logs import Logs
-from distwrap.launch.other_callers import NodeSummary
 from distwrap.launch.outcome import Outcome, OutcomeFolder, death as death_of, raise_if_failed
+from distwrap.launch.peer_launchers import NodeSummary
 from distwrap.launch.processes import ONE_HASH, OomCount
 from distwrap.launch.task import Assignment, NodePlan
 from distwrap.network import connectivity, interfaces
@@ -99,7 +99,7 @@ class ElasticLauncher(Launcher):
         task, log_dir = job.task if self.start_method == "fork" else None, job.task.options.log_dir
         Logs(log_dir, ()).close()  # makes the folder, or refuses it
         try:
-            elastic_launch(config, be_a_rank)(plan, task, str(folder), log_dir)
+            elastic_launch(config, rank_main)(plan, task, str(folder), log_dir)
             return
         except ChildFailedError as error:
             rank, failed = error.get_first_failure()

@@ -12,12 +12,12 @@ from distwrap.launch import worker
 from distwrap.launch.logs import copied
 from distwrap.launch.outcome import OutcomeFolder, first_cause
 from distwrap.launch.task import Assignment, Task
-from distwrap.supervision import board
+from distwrap.supervision import shared_status
 
 _AGENTS = ("TORCHELASTIC_", "TORCH_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")  # its variables
 
 
-def be_a_rank(plan: Assignment, task: Task | None, folder: str, log_dir: str | None) -> None:
+def rank_main(plan: Assignment, task: Task | None, folder: str, log_dir: str | None) -> None:
     """Be a rank that torch's agent has started."""
     code, attempt = 1, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     link = worker.FolderLink(OutcomeFolder(folder, attempt), lambda: _assignment(plan, folder, attempt))
@@ -37,18 +37,18 @@ def be_a_rank(plan: Assignment, task: Task | None, folder: str, log_dir: str | N
 
 def _assignment(plan: Assignment, folder: str, attempt: int) -> Assignment:
     agents = {name: value for name, value in os.environ.items() if name.startswith(_AGENTS)}
-    surroundings = plan.surroundings
-    if surroundings is not None:
-        surroundings = replace(surroundings, environ={**surroundings.environ, **agents})
-    placement = detect(os.environ if surroundings is None else surroundings.environ)
+    context = plan.context
+    if context is not None:
+        context = replace(context, environ={**context.environ, **agents})
+    placement = detect(os.environ if context is None else context.environ)
     assert isinstance(placement, Placement)
     if plan.secret:  # all ranks are of this caller, and need no port to meet
         file = str(Path(folder, f"store-{attempt}"))
         placement = replace(placement, master_addr=None, master_port=None, job=file)
-        board.hold(file, str(Path(folder, f"{board.BOARD}-{attempt}")))
+        shared_status.hold(file, str(Path(folder, f"{shared_status.BOARD}-{attempt}")))
     if placement.rank == 0 and attempt > 0:
         _tell_of_restart(OutcomeFolder(folder, attempt - 1), attempt)
-    return replace(plan, surroundings=surroundings, placement=placement)
+    return replace(plan, context=context, placement=placement)
 
 
 def _tell_of_restart(before: OutcomeFolder, attempt: int) -> None:

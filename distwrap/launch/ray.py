@@ -83,9 +83,9 @@ class RayLauncher(Launcher):
         require_package("ray", "launcher='ray'")
 
     def plan(self, job: Job) -> Assignment:
-        # The nodes have surroundings of their own, which runtime_env= describes.
+        # The nodes have context of their own, which runtime_env= describes.
         plan = super().plan(job)
-        return replace(plan, surroundings=None, random=RandomState.capture(), threads=self.cpus)
+        return replace(plan, context=None, random=RandomState.capture(), threads=self.cpus)
 
     def run(self, job: Job, plan: Assignment) -> Sequence[Outcome]:
         with self._stack as stack:

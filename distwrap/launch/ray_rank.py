@@ -63,7 +63,7 @@ class RayLink:
     def __init__(self, assignment: Assignment, desk: Any) -> None:
         self._assignment, self._desk = assignment, desk
 
-    def tie(self) -> None:
+    def bind_lifetime(self) -> None:
         """Nothing: Ray ends its actors with their driver."""
 
     def assignment(self) -> Assignment:

@@ -23,7 +23,7 @@ BEAT = "caller"  # the name of a file that changes while the caller is there
 _LOOK_SECONDS = 5.0
 
 
-def be_a_rank(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str | None) -> None:
+def rank_main(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str | None) -> None:
     """Be the rank that this task of the job is."""
     # submitit's handlers would ignore an end, and before the time limit requeue the job, or raise an error of its own.
     for number in (signal.SIGTERM, signal.SIGCONT):
@@ -40,10 +40,10 @@ def be_a_rank(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str
 
 
 def _assignment(plan: Assignment) -> Assignment:
-    surroundings = plan.surroundings
-    assert surroundings is not None
+    context = plan.context
+    assert context is not None
     # Slurm has brought the caller's variables along, beside those of the task.
-    return replace(plan, placement=_placement(), surroundings=replace(surroundings, environ=dict(os.environ)))
+    return replace(plan, placement=_placement(), context=replace(context, environ=dict(os.environ)))
 
 
 def _placement() -> Placement:

@@ -11,8 +11,8 @@ from typing import Any
 from distwrap.errors import WorkerTimeoutError
 from distwrap.launch.outcome import Outcome, collect, death, raise_if_failed
 from distwrap.launch.processes import OomCount, Process, describe_exit
-from distwrap.launch.signals import PassedOn, end_in_one_line
-from distwrap.launch.store_file import Meeting
+from distwrap.launch.signals import SignalForwarder, end_in_one_line
+from distwrap.launch.store_file import Rendezvous
 from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
 from distwrap.supervision.failure import Failure
@@ -25,10 +25,10 @@ INTERRUPT_SECONDS = 2.0  # between SIGINT and SIGTERM
 
 def supervise(
     processes: Sequence[Process],
-    met: Meeting,
+    met: Rendezvous,
     *,
     seconds: float | None = None,
-    signals: PassedOn | None = None,
+    signals: SignalForwarder | None = None,
     rank_zero_is_caller: bool = False,
 ) -> list[Outcome]:
     """Wait until every rank has reported and ended, and return the outcomes in rank order.
@@ -72,7 +72,7 @@ def supervise(
 
 
 def _receive(
-    waiting: dict[Any, Process], met: Meeting, oom_kills: OomCount, seconds: float | None, cause: Failure | None
+    waiting: dict[Any, Process], met: Rendezvous, oom_kills: OomCount, seconds: float | None, cause: Failure | None
 ) -> list[Outcome]:
     """Wait for outcomes of these ranks, which are taken out, or for news of other nodes."""
     others = met.others
@@ -86,7 +86,7 @@ def _receive(
     return [_received(waiting.pop(conn), oom_kills, met) if conn in waiting else conn.recv() for conn in ready]
 
 
-def _received(process: Process, oom_kills: OomCount, met: Meeting) -> Outcome:
+def _received(process: Process, oom_kills: OomCount, met: Rendezvous) -> Outcome:
     """Return what a rank has reported, or how it has ended without a report."""
     try:
         outcome: Outcome = process.conn.recv()
@@ -157,7 +157,7 @@ def _all_leave(processes: Sequence[Process], deadline: float) -> bool:
     return all(process.exitcode(max(0.0, deadline - time.monotonic())) is not None for process in processes)
 
 
-def _timed_out(late: list[Process], seconds: float | None, met: Meeting) -> WorkerTimeoutError:
+def _timed_out(late: list[Process], seconds: float | None, met: Rendezvous) -> WorkerTimeoutError:
     places = _positions(met)
     for process in late:
         process.signal(signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
@@ -170,13 +170,13 @@ def _timed_out(late: list[Process], seconds: float | None, met: Meeting) -> Work
     )
 
 
-def _positions(met: Meeting) -> str:
+def _positions(met: Rendezvous) -> str:
     try:
         return hang_report.ask_all(side_store(met.store, met.number), met.world_size)
     except RuntimeError as error:
         return f"  the ranks cannot be asked: {error}"
 
 
-def print_where_all_are(met: Meeting) -> None:
+def print_where_all_are(met: Rendezvous) -> None:
     """Print where each rank is, in answer to SIGQUIT."""
     print_notice(f"where the ranks are:\n{_positions(met)}")

@@ -41,7 +41,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class CallerContext:
     """State of a process in which the caller's function would run as it does in the caller."""
 
     environ: dict[str, str]
@@ -54,8 +54,8 @@ class Surroundings:
     accelerator: Accelerator | None
 
     @classmethod
-    def capture(cls) -> Surroundings:
-        """Read the surroundings of this process."""
+    def capture(cls) -> CallerContext:
+        """Read the context of this process."""
         umask = os.umask(0)
         os.umask(umask)
         random, settings = RandomState.capture(), Settings()
@@ -63,7 +63,7 @@ class Surroundings:
         return cls(dict(os.environ), os.getcwd(), path, argv, umask, random, settings, accelerator)
 
     def restore(self) -> None:
-        """Make this process like the one whose surroundings these are, but for its settings, which imports change."""
+        """Make this process like the one whose context these are, but for its settings, which imports change."""
         if dict(os.environ) != self.environ:
             os.environ.clear()
             os.environ.update(self.environ)
@@ -83,7 +83,7 @@ class Assignment:
         returns: whose value goes home: rank 0's, each rank's own, or rank 0's list of all that the ranks gather.
         threads: number of threads to compute with; ``None`` leaves it to the user's variables.
         payload: the packed task; ``None`` where the rank has it, as a fork does.
-        surroundings: ``None`` where the rank has them.
+        context: ``None`` where the rank has them.
         random: the caller's random numbers, where the rank is a fork, in which Python seeds `random` anew.
         main_path: script to import before the payload is unpacked, where something in it goes by reference.
         main_module: the same as ``python -m`` names it, where the script was started so.
@@ -98,7 +98,7 @@ class Assignment:
     returns: Literal["rank0", "all", "gathered"] = "rank0"
     threads: int | None = None
     payload: bytes | None = None
-    surroundings: Surroundings | None = None
+    context: CallerContext | None = None
     random: RandomState | None = None
     main_path: str | None = None
     main_module: str | None = None

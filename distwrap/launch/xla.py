@@ -16,7 +16,7 @@ from distwrap.launch.base import Job, Launcher
 from distwrap.launch.outcome import Outcome, OutcomeFolder, raise_if_failed
 from distwrap.launch.store_file import place
 from distwrap.launch.task import Assignment
-from distwrap.launch.xla_rank import be_a_rank
+from distwrap.launch.xla_rank import rank_main
 
 _KIND = "xla"  # of our temporary folders
 
@@ -50,7 +50,7 @@ class XlaLauncher(Launcher):
         try:
             with place() as store:
                 try:
-                    torch_xla.launch(be_a_rank, args=(pickle.dumps(replace(plan, store=store)), str(folder)))
+                    torch_xla.launch(rank_main, args=(pickle.dumps(replace(plan, store=store)), str(folder)))
                 except Exception as error:  # noqa: BLE001 - as of a process that is gone; a rank has told more
                     failure = error
             outcomes = [outcome for outcome, _ in OutcomeFolder(folder).read()]

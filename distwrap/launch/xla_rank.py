@@ -13,7 +13,7 @@ from distwrap.launch.outcome import OutcomeFolder
 from distwrap.launch.task import Assignment
 
 
-def be_a_rank(_: int, plan: bytes, folder: str) -> None:
+def rank_main(_: int, plan: bytes, folder: str) -> None:
     """Be a rank; torch_xla calls this in each of its processes, with the pickled plan."""
     code = worker.work(worker.FolderLink(OutcomeFolder(folder), lambda: _assignment(pickle.loads(plan))))
     sys.stdout.flush()
@@ -25,7 +25,7 @@ def be_a_rank(_: int, plan: bytes, folder: str) -> None:
 def _assignment(plan: Assignment) -> Assignment:
     from torch_xla import runtime
 
-    rank, size, around = int(runtime.global_ordinal()), int(runtime.world_size()), plan.surroundings
+    rank, size, around = int(runtime.global_ordinal()), int(runtime.world_size()), plan.context
     if around is not None:  # torch_xla tells its processes by variables which devices are theirs
         around = replace(around, environ={**around.environ, **os.environ})
-    return replace(plan, placement=distwrap_environment.on_one_node(rank, size), surroundings=around)
+    return replace(plan, placement=distwrap_environment.on_one_node(rank, size), context=around)

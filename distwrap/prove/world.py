@@ -32,7 +32,7 @@ from distwrap.data.sharded import innermost
 from distwrap.environments import torchrun
 from distwrap.errors import DistwrapError, LaunchError
 from distwrap.group.world import active_world
-from distwrap.launch.worker import tie_to_parent
+from distwrap.launch.worker import bind_to_parent
 from distwrap.network.waiting import wait_until
 from distwrap.places import place
 from distwrap.protocols import Wrapping
@@ -226,7 +226,7 @@ class _Child:
     def run(self) -> NoReturn:
         """Run the program, and end this process."""
         program = self._program
-        tie_to_parent()
+        bind_to_parent()
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, signal.SIG_DFL)

@@ -19,9 +19,9 @@ from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.network.signed_texts import SignedTexts
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure import Failure
 from distwrap.supervision.hang_report import last_seen
+from distwrap.supervision.notifier import Notifier
 from distwrap.wording import first_line, print_notice
 
 NEWS_SECONDS = 1.0  # for a rank to end by itself once another has failed
@@ -31,7 +31,7 @@ class FailureNews:
     """Endpoint at which this rank reports its own failure and reads about others'.
 
     Args:
-        bells: of the ranks.
+        notifier: of the ranks.
         texts: by which to know what its ranks have written.
         placement: this rank's place.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
@@ -42,9 +42,9 @@ class FailureNews:
     """
 
     def __init__(
-        self, bells: Bells, texts: SignedTexts, placement: Placement, supervised: bool, stopped: threading.Event
+        self, notifier: Notifier, texts: SignedTexts, placement: Placement, supervised: bool, stopped: threading.Event
     ) -> None:
-        self._bells, self._store, self._texts = bells, bells.store, texts
+        self._notifier, self._store, self._texts = notifier, notifier.store, texts
         self._place, self._supervised, self._stopped = placement, supervised, stopped
         self.on_loss: Callable[[Failure], None] | None = None
         self._neighbour: tuple[int, dict[str, Any]] | None = None
@@ -58,21 +58,21 @@ class FailureNews:
     def wait_for_cause(self, seconds: float) -> Failure | None:
         """Wait a moment for an earlier failure of another rank; return ``None`` if this rank's failure is the first."""
         try:
-            failure = self._bells.wait_until(self._first, seconds)
+            failure = self._notifier.wait_until(self._first, seconds)
         except dist.DistError as error:
             return store_is_gone(self._place, error)
         return failure if failure is not None and failure.rank != self._place.rank else None
 
-    def look(self, rung: bool = True) -> None:
+    def look(self, notified: bool = True) -> None:
         """End this process if another rank has failed, and this one, which may wait for it, does not end by itself.
 
         Args:
-            rung: whether there may be news of another node's rank.
+            notified: whether there may be news of another node's rank.
         """
         if self._supervised:
             return
         self._look_after_neighbour()
-        failure = self._first() if rung else None
+        failure = self._first() if notified else None
         if failure is None or failure.rank == self._place.rank or self._stopped.wait(NEWS_SECONDS):
             return
         first_on_another_node = self._place.local_rank == 0 and failure.host != socket.gethostname()
@@ -111,7 +111,7 @@ class FailureNews:
 
     def _tell(self, failure: Failure) -> None:
         if self._texts.set_first("failure", failure.to_json()):
-            self._bells.ring_all()
+            self._notifier.notify_all()
 
 
 def store_is_gone(placement: Placement, error: Exception) -> Failure:

@@ -48,8 +48,8 @@ def test_a_failure_is_told_wherever_a_loaders_worker_ends(monkeypatch: pytest.Mo
         before = sys.gettrace()
         sys.settrace(ends)
         try:
-            with pytest.raises(worker.FailureTold):
-                worker.or_told(SimpleNamespace(report=reports.append), 3, fail)  # type: ignore[arg-type]
+            with pytest.raises(worker.FailureReported):
+                worker.report_failures(SimpleNamespace(report=reports.append), 3, fail)  # type: ignore[arg-type]
         finally:
             sys.settrace(before)
         assert reports, f"nothing was told where it came at line {line}"

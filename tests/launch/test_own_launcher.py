@@ -80,7 +80,7 @@ class FolderLink:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
 
-    def tie(self) -> None:
+    def bind_lifetime(self) -> None:
         """Nothing ties this process's life to the launcher's."""
 
     def assignment(self) -> Assignment:

@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 from distwrap.environments import Placement
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import TICK_SECONDS, Channel
+from distwrap.supervision.notifier import Notifier
 from distwrap.supervision.observer import COLLECTIVE_SECONDS, Observer
 from distwrap.supervision.waits import MainThread
 from tests.clock import FastClock
@@ -132,9 +132,9 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
     frame = SimpleNamespace(f_lasti=0, f_code=SimpleNamespace(co_filename="train.py", co_name="step"), f_back=None)
     monkeypatch.setattr(stacks, "frame_of", lambda ident=None: frame)
     monkeypatch.setattr(stacks, "of_thread", lambda ident=None: [("train.py", 7, "step")])
-    bells = Bells(HashStore(), Placement(0, 1), FastClock())
-    yield Channel(bells, Placement(0, 1), Activity(None), True, TIMEOUT, b"")
-    bells.close()
+    notifier = Notifier(HashStore(), Placement(0, 1), FastClock())
+    yield Channel(notifier, Placement(0, 1), Activity(None), True, TIMEOUT, b"")
+    notifier.close()
 
 
 def test_a_stall_is_told_with_the_hang_report(channel: Channel) -> None:
@@ -142,8 +142,8 @@ def test_a_stall_is_told_with_the_hang_report(channel: Channel) -> None:
     reports: list[str] = []
     channel.on_stall = reports.append
     while not reports:
-        channel._bells.clock.sleep(TICK_SECONDS)
+        channel._notifier.clock.sleep(TICK_SECONDS)
         channel.look()
-        assert channel._bells.clock.monotonic() < 1000 + 2 * TIMEOUT
+        assert channel._notifier.clock.monotonic() < 1000 + 2 * TIMEOUT
     assert reports[0].startswith("no rank has moved for 30 s:\n")
     assert "rank 0 in step at train.py:7" in reports[0]

@@ -64,7 +64,7 @@ class NodeSummary:
         return str(self)  # so that print(f"{accuracy:.3f}") of the one script that all nodes run does not fail
 
 
-class OtherCallers:
+class PeerLaunchers:
     """Connection of the caller on this node to the callers on the others.
 
     Args:
@@ -115,7 +115,7 @@ class OtherCallers:
             for work in (self._beat, self._watch_store)
         ]
 
-    # Meeting
+    # Rendezvous
 
     def _open(self, node_rank: int | None, seconds: float) -> tuple[Store, bool]:
         """Hold the store on node 0, or reach it. Without a number, the first on the endpoint's host is node 0.
