@@ -419,7 +419,7 @@ class Strategy(StateLayout):
 class Launcher(ABC):
     """One way to start ranks. Subclass it, and register the class with `register_launcher`.
 
-    A decorated call makes one launcher and calls, in this order, `count`, `check`, `plan`, `run` and `bring_home`.
+    A decorated call makes one launcher and calls, in this order, `count`, `check`, `plan`, `run` and `collect_result`.
 
     Attributes:
         name: for messages, and for the line at the start.
@@ -475,10 +475,10 @@ class Launcher(ABC):
             The outcomes of the ranks that this node has started, in rank order.
 
         Raises:
-            BaseException: what a rank raised first, as `distwrap.launch.outcome.raise_failure` does.
+            BaseException: what a rank raised first, as `distwrap.launch.outcome.raise_if_failed` does.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run().")
 
     @abstractmethod
-    def bring_home(self, job: Job, outcomes: Sequence[Any]) -> Any:
+    def collect_result(self, job: Job, outcomes: Sequence[Any]) -> Any:
         """Write what was trained into the caller's objects, and return what the decorated call returns."""

@@ -133,7 +133,7 @@ precisions: Registry[Precision] = Registry(
 
 launchers: Registry[Launcher] = Registry(
     "launcher",
-    ("count", "check", "plan", "run", "bring_home"),
+    ("count", "check", "plan", "run", "collect_result"),
     "launchers",
     "distwrap.launch",
     (

@@ -37,7 +37,7 @@ def share_result(name: str, worker: int, result: bytes | None, *, turn: str | No
     # The n-th wait on one rank meets the n-th work on another.
     key = f"{turn or name}/{worker}"
     key = f"{key}/{world.count(f'wait {key}')}"
-    with activity.waiting():
+    with activity.waiting("work", (worker,)):
         if world.channel is None:
             return _share_in_users_group(key, worker, result)
         if result is None:

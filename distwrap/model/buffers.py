@@ -90,7 +90,7 @@ class Buffers:
             self._kept = {key: value.to("cpu", copy=True) for key, value in self._trained(model).items()}
             self._kept_at = self.forwards
             return
-        with current_world().part(Activity).waiting():
+        with current_world().part(Activity).waiting("work", (self._source,)):
             data = self._channel.work.ask(self._name, self._source, [self.forwards, PATIENCE if waits else 0.0])
         at, pauses, answer = torch.load(io.BytesIO(data), weights_only=True)
         if 0 <= at < self.forwards or (at >= 0 and pauses == self._pauses):

@@ -33,7 +33,7 @@ from distwrap.data.sharded import innermost
 from distwrap.environments import torchrun
 from distwrap.errors import DistwrapError, LaunchError
 from distwrap.group.world import active_world
-from distwrap.launch.worker import tie_to_parent
+from distwrap.launch.worker import bind_to_parent
 from distwrap.prove.observer import Observer, Seen, length, plain
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.supervision import stacks
@@ -213,7 +213,7 @@ class _Child(Observer):
     def run(self) -> NoReturn:
         """Run the program, and wait for the end of this process."""
         program = self._program
-        tie_to_parent()
+        bind_to_parent()
         os.register_at_fork(after_in_child=self._pipe.close)  # whose end is that of this process
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)

@@ -33,6 +33,7 @@ from distwrap.network import interfaces
 from distwrap.options import Options
 from distwrap.packages import require_package
 from distwrap.strategies.ddp import DDPStrategy
+from distwrap.supervision.activity import Activity
 
 _ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 
@@ -201,11 +202,13 @@ class _HorovodMean(Averager):
         from horovod.common.exceptions import HorovodInternalError
 
         timeout, began = current_world().options.timeout, time.monotonic()
-        while not self._hvd.poll(handle):
-            if time.monotonic() > began + timeout:
-                raise HorovodInternalError(f"Timed out waiting {timeout:g} s for a gradient that not all ranks sent")
-            time.sleep(_LOOK_SECONDS)
-        self._hvd.synchronize(handle)
+        with current_world().part(Activity).waiting(timed=False):
+            while not self._hvd.poll(handle):
+                if time.monotonic() > began + timeout:
+                    words = f"Timed out waiting {timeout:g} s for a gradient that not all ranks sent"
+                    raise HorovodInternalError(words)
+                time.sleep(_LOOK_SECONDS)
+            self._hvd.synchronize(handle)
 
 
 class HorovodStrategy(DDPStrategy):

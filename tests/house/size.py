@@ -39,26 +39,26 @@ def _strategies(words: str) -> tuple[str, ...]:
 ROWS = {
     "modules": Row(1850 - 190, 2550, 2123, ("",)),  # falls with part 3
     "protocols": Row(190, 157, 189, ("protocols.py",)),
-    "_internals": Row(650, 1319, 1341, ("_internals/",)),  # part 1
+    "_internals": Row(650, 1255, 1273, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
-    "cli": Row(650, 1139, 985, ("cli/",)),  # part 3
-    "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
+    "cli": Row(650, 1139, 983, ("cli/",)),  # part 3
+    "comm": Row(1250, 1654, 1678, ("comm/",)),  # part 1
     "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
-    "devices": Row(430, 519, 531, ("devices/",)),  # part 1
+    "devices": Row(430, 506, 515, ("devices/",)),  # part 1
     "environments": Row(420, 542, 480, ("environments/",)),  # part 3
     "group": Row(1000, 1601, 1531, ("group/",)),  # part 3
-    "launch": Row(2300, 3765, 3539, ("launch/",)),  # part 3
+    "launch": Row(2300, 3764, 3538, ("launch/",)),  # part 3
     "model": Row(850 + 750, 2442, 2386, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
-    "precision": Row(190, 299, 288, ("precision/",)),  # part 1
+    "precision": Row(190, 284, 270, ("precision/",)),  # part 1
     "prove": Row(700, 918, 846, ("prove/",)),  # part 3
     "supervision": Row(800, 1511, 1574, ("supervision/",)),  # part 3
     "testing": Row(1300, 1202, 1214, ("testing/",)),  # part 1
-    "timing": Row(650, 826, 776, ("timing/",)),  # part 1
-    "strategies: ddp and its like": Row(1100, 1306, 1214, ("strategies/",)),  # part 1; with the front door
+    "timing": Row(650, 773, 728, ("timing/",)),  # part 1
+    "strategies: ddp and its like": Row(1100, 1264, 1163, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
-        430, 439, 372, _strategies("zero.py optimizer_scope.py")
+        430, 438, 371, _strategies("zero.py optimizer_scope.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
         1600, 2163, 1991,
@@ -66,11 +66,11 @@ ROWS = {
             "fsdp/ activations.py parameter_swap.py divided_ rendezvous.py shards.py"
         ),
     ),  # part 2
-    "strategies: pipeline": Row(800, 1559, 1402, _strategies("pipeline/")),  # part 2
+    "strategies: pipeline": Row(800, 1558, 1401, _strategies("pipeline/")),  # part 2
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 1754, 1550, _strategies("deepspeed/ hivemind/ horovod.py")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 379, 290
+FILES, FILES_GOAL = 359, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100

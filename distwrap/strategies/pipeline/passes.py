@@ -95,7 +95,8 @@ class PassContext(NamedTuple):
             raise StageError(
                 CollectiveError(
                     f"rank {dist.get_rank()}: {failing} of this pipeline raised in a forward, which no stage has "
-                    f"finished, so there is no result here either. The error there: {''.join(filter(None, told))}"
+                    f"finished, so there is no result here either. The error there: {''.join(filter(None, told))}",
+                    secondary=True,
                 )
             )
         outside, rest = rest[:gaps], rest[gaps:]

@@ -18,7 +18,7 @@ from distwrap._internals.torch_simulation import BACKEND
 from distwrap.errors import CollectiveError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.supervision import stacks
-from distwrap.supervision.board import Board
+from distwrap.supervision.shared_status import SharedStatus
 from distwrap.testing.simulation.scheduler import Scheduler, Words
 
 # Collectives in which gloo goes through the memory from a tensor's first number on, and does not look at its strides.
@@ -66,7 +66,7 @@ class SimulatedStore(Store):
     def __init__(self, scheduler: Scheduler, ranks: int) -> None:
         super().__init__()
         self.scheduler, self._table = scheduler, HashStore()
-        self.board = Board(ranks=ranks, texts=True)
+        self.board = SharedStatus(ranks=ranks, texts=True)
         self.meetings = defaultdict[Any, Meeting](Meeting)
 
     def _call(self, name: str, *args: Any) -> Any:

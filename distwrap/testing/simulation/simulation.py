@@ -159,13 +159,16 @@ class _SimulatedChannel(Channel):
 
     def _halt(self) -> None:
         self._stopped.set()
-        self._bells.close()
+        self._notifier.close()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._scheduler.wait(lambda: self._stopped.is_set() or self._bells.heard() != self._heard, "other ranks")
-            self._heard = self._bells.heard()
+            self._scheduler.wait(lambda: self._stopped.is_set() or self._is_woken(), "news of other ranks")
+            self._heard = self._notifier.wakeups()
             self.work.look(True)
+
+    def _is_woken(self) -> bool:
+        return self._notifier.wakeups() != self._heard
 
 
 class SimulateLauncher(base.Launcher):
