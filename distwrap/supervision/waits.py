@@ -31,7 +31,7 @@ _LOOPS = {
     for path, name in (
         (("supervision", "shared_work.py"), "_wait"),
         (("checkpoint", "meeting.py"), "_wait"),
-        (("strategies", "rendezvous.py"), "_wait_for"),
+        *((("strategies", name), "_wait_for") for name in ("rendezvous.py", "horovod.py")),
     )
 }
 _DEBUGGERS = (os.sep + "bdb.py", os.sep + "pdb.py")
