@@ -73,7 +73,7 @@ ROWS = {
     "products": Row((*_STEP, "distwrap/data")),
     "benchmarks": Row(("benchmarks", "tests/test_benchmarks.py")),
     "long": Row((*_START, "distwrap/checkpoint", "tests/guarded")),
-    "horovod": _engine("horovod", "distwrap/strategies/horovod"),
+    "horovod": _engine("horovod", "distwrap/strategies/horovod.py"),
     "xla": _engine("xla", "distwrap/launch/xla", "distwrap/devices/accelerators.py"),
     "versions": Row(("distwrap/_internals", "distwrap/versions.py", "setup.cfg", "noxfile.py"), ("test-versions",)),
 }

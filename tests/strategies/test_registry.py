@@ -86,7 +86,7 @@ def test_a_wrong_algorithm_is_refused_where_it_is_named(comm: Any, message: str)
     [
         (DDPStrategy, r"give a name, or DDPStrategy\(…\), an object"),
         ("ddp(static_grap=True)", "unknown option of DDPStrategy 'static_grap'. Did you mean 'static_graph'"),
-        ("fsdp(shrad=2)", r"unknown option of strategy 'fsdp', 'shrad'\. Did you mean 'shard'\? Known: .*wrap"),
+        ("fsdp(shrad=2)", r"unknown option of FSDPStrategy 'shrad'\. Did you mean 'shard'\? Known: .*wrap"),
         ("bagua(algorithm='bytgrad')", "unknown algorithm of Bagua's 'bytgrad'. Did you mean 'bytegrad'"),
         (object(), "give a name, or an object"),
     ],

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from distwrap.strategies.pipeline.remote import RemoteTensor, is_here, make_pres
 from distwrap.strategies.pipeline.runner import Method, StageRunner, Streams
 from distwrap.strategies.rendezvous import Rendezvous, SameBatch
 
-if TYPE_CHECKING:
-    from distwrap.strategies.pipeline.strategy import PipelineStrategy
-
 _KEPT = 64  # shapes whose schedules are kept
 
 
@@ -48,7 +45,7 @@ class PipelineRouting(Routing):
         group: this rank's place in the pipeline.
         world: the world of the run.
         wrapping: precision, device and methods.
-        strategy: what the user has said of the passes.
+        strategy: the `PipelineStrategy`, which has what the user has said of the passes.
         loss: the name of the method that returns the loss; ``None``: the loop computes it.
 
     Attributes:
@@ -64,7 +61,7 @@ class PipelineRouting(Routing):
         group: StageGroup,
         world: World,
         wrapping: Wrapping,
-        strategy: PipelineStrategy,
+        strategy: Any,
         loss: str | None,
     ) -> None:
         super().__init__(net, wrapping.in_precision, wrapping.forward_methods)
