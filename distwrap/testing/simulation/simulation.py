@@ -117,11 +117,11 @@ class Simulation:
                 finally:
                     _leave()
 
-        for rank in range(self._ranks):
-            place = distwrap_environment.on_one_node(rank, self._ranks)
-            task = Task(scheduler, Process(rank, has_modules=has_modules), partial(run, place))
-            task.start(here=first_here and rank == 0)
         with simulated_torch(self, self._store), mock.patch.object(simulated, "running", self):
+            for rank in range(self._ranks):
+                place = distwrap_environment.on_one_node(rank, self._ranks)
+                task = Task(scheduler, Process(rank, has_modules=has_modules), partial(run, place))
+                task.start(here=first_here and rank == 0)
             scheduler.run(Process(-1, has_modules=has_modules), first_here=first_here)
 
     def make_group(self, options: Any, _: Any = None) -> SimulatedGroup:
