@@ -12,11 +12,10 @@ from typing import Any
 running: Any = None  # the `distwrap.testing.simulation.simulation.Simulation` of this process
 
 
-def thread(run: Callable[[], object], name: str) -> threading.Thread:
+def thread(run: Callable[[], object], name: str) -> Any:
     """Return a thread of this process, or of this simulated rank, with which it ends."""
     make: Any = threading.Thread if simulation() is None else running.scheduler.thread
-    started: threading.Thread = make(target=run, name=name, daemon=True)
-    return started
+    return make(target=run, name=name, daemon=True)
 
 
 def condition() -> Any:

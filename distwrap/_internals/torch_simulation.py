@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import signal
 import sys
 import threading
@@ -257,17 +256,11 @@ def answered_for_ranks(
         def __new__(cls, device: Any = "cpu") -> Any:
             return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
 
-    ddp: Any = nn.parallel.DistributedDataParallel
-    nothing = partial(_give, None)
+    ddp, nothing = nn.parallel.DistributedDataParallel, partial(_give, None)
     always: Answers = [(torch, "Generator", Generator), (torch.multiprocessing, "spawn", _refuse_spawn)]
-    takers: list[tuple[Any, str]] = [
-        (dist, "init_process_group"),
-        (torch, "load"),
-        (torch, "set_default_device"),
-        (torch.random, "fork_rng"),
-    ]
-    takers += [(ddp, "__init__"), (device_mesh.DeviceMesh, "__init__")]
-    always += [(owner, name, mode.renamed) for owner, name in takers]
+    renamed: list[tuple[Any, str]] = [(torch, "load"), (torch, "set_default_device"), (torch.random, "fork_rng")]
+    renamed += [(dist, "init_process_group"), (ddp, "__init__"), (device_mesh.DeviceMesh, "__init__")]
+    always += [(owner, name, mode.renamed) for owner, name in renamed]
     if mode.is_cpu:  # whose parsers of arguments refuse our streams before a mode sees the call
         always += [(torch.Tensor, "record_stream", nothing), (nn.SyncBatchNorm, "forward", _normalize)]
         always += [(ddp, "_passing_sync_batchnorm_handle", nothing)]
@@ -277,7 +270,8 @@ def answered_for_ranks(
     for module in (torch.cuda, torch.accelerator):
         for name, real in vars(module).items():
             # Graphs are refused by torch itself.
-            if name in answers or (mode.is_cpu and inspect.isroutine(real) and not re.search("^_|graph", name)):
+            is_plain = inspect.isroutine(real) and not name.startswith("_") and "graph" not in name
+            if name in answers or (mode.is_cpu and is_plain):
                 answer = answers.get(name, 0 if name.startswith(("memory_", "max_memory_")) else None)
                 of_scripts.append((module, name, answer if inspect.isclass(real) else partial(_give, answer)))
 
@@ -298,8 +292,7 @@ def _normalize(_: Any, self: Any, x: Any) -> Any:
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([len(x)]), group=group)
     rows = [x.new_empty(int(count), *x.shape[1:]) for count in counts]
-    rows = functional.all_to_all(rows, [x] * size, group=group)
-    y: Any = nn.BatchNorm1d.forward(self, torch.cat(rows))
+    y: Any = nn.BatchNorm1d.forward(self, torch.cat(functional.all_to_all(rows, [x] * size, group=group)))
     return y.split([len(row) for row in rows])[rank]
 
 

@@ -22,6 +22,7 @@ import distwrap as dw
 from distwrap._internals.torch import collectives_begun
 from distwrap.errors import CollectiveError, DeadlockError, LaunchError, ModelError, OptionError, WorkerDiedError
 from distwrap.testing import run_ranks, simulate
+from distwrap.testing.simulation.simulation import failure_of
 from tests.slow import slow
 
 
@@ -290,6 +291,14 @@ def _ends_its_process(how: str) -> None:
 def test_a_rank_that_ends_its_process_dies_alone(how: str) -> None:
     with pytest.raises(WorkerDiedError, match="rank 1 was killed"):
         simulate(_ends_its_process, 3, how)
+
+
+@pytest.mark.parametrize(("status", "words"), [(3, "rank 1 was killed at its event 0"), (0, "")])
+def test_a_script_in_which_a_rank_ends_its_process(status: int, words: str, tmp_path: Path) -> None:
+    """It has failed, also where the other ranks wait for nothing; with the status 0 it has not."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\nif os.environ['RANK'] == '1':\n    os._exit({status})\n")
+    assert failure_of(str(script), 2, []).partition(":")[0] == words
 
 
 def _interrupted() -> None:

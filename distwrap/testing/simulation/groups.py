@@ -266,7 +266,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
                 "these for the view's without a word. Give it a .contiguous() copy, and copy the result back."
             )
         if size > 1:  # whose operators torch's dispatcher never sees
-            check_collectives_allowed(f"torch.distributed's {name}()")
+            check_collectives_allowed(f"torch.distributed's {name.replace('all_', 'all')}()")  # as torch's operators
         self.scheduler.event(what)
         key, self._begun = (self._key, self._begun), self._begun + 1
         calls = store.meetings[key].calls

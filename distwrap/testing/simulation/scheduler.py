@@ -115,7 +115,7 @@ class Process:
         """Keep what is now the state of the process."""
         self._values = [get() for get, _ in _PARTS]
         if self._modules is not None:
-            names = self._modules if len(sys.modules) == self._count else filter(_is_own, list(sys.modules))
+            names = self._modules if len(sys.modules) == self._count else [*filter(_is_own, list(sys.modules))]
             self._modules = {name: sys.modules.pop(name) for name in names if name in sys.modules}
 
 
@@ -131,13 +131,11 @@ def _is_own(name: str) -> bool:
 class Condition(nullcontext[Any]):
     """Condition for which threads of one rank wait, without a lock: nothing changes within a turn."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__()
-        self._scheduler, self._told = scheduler, 0
+    _told = 0
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None = None) -> None:
         before = self._told
-        return self._scheduler.wait(lambda: self._told > before, "a thread of its own", timeout)
+        simulated.running.scheduler.wait(lambda: self._told > before, "a thread of its own", timeout)
 
     def notify_all(self) -> None:
         self._told += 1
@@ -158,7 +156,7 @@ class Task(threading.Thread):
         super().__init__(name=name or f"rank {rank.number}", daemon=True)
         self.scheduler, self.rank, self.body, self.is_main = scheduler, rank, body, not name
         self.turn, self.until, self.has_ended = threading.Semaphore(0), math.inf, False
-        self.is_over: Callable[[], bool] = bool
+        self.is_over: Callable[[], object] = bool
         self.waits_for: Words = ""
 
     def start(self, *, here: bool = False) -> None:
@@ -317,7 +315,7 @@ class Scheduler:
 
     # What a thread may do in its turn
 
-    def wait(self, is_over: Callable[[], bool], words: Words, seconds: float | None = None) -> bool:
+    def wait(self, is_over: Callable[[], object], words: Words, seconds: float | None = None) -> bool:
         """Give up this thread's turn until something has come, or some simulated seconds have passed.
 
         Args:
@@ -338,7 +336,7 @@ class Scheduler:
         self.pass_on()
         self.await_turn(task)
         task.waits_for = ""
-        return is_over()
+        return bool(is_over())
 
     def event(self, what: str) -> None:
         """Note that this thread's rank begins a collective, a message, or an operation on a store or a file.

@@ -41,6 +41,27 @@ from distwrap.testing.simulation.scheduler import Cancelled, Condition, Fail, Pr
 from distwrap.wording import print_notice
 
 
+class _SimulatedChannel(Channel):
+    """Side channel of a simulated rank: it serves what others ask. Who is stuck, or gone, the scheduler knows."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._thread = simulated.thread(self._run, "distwrap-channel")
+
+    def _halt(self) -> None:
+        self._stopped.set()
+        self._notifier.close()
+
+    def _is_called(self) -> bool:
+        return self._stopped.is_set() or self._notifier.wakeups() != self._heard
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            simulated.running.scheduler.wait(self._is_called, "news of other ranks")
+            self._heard = self._notifier.wakeups()
+            self.work.look(True)
+
+
 class Simulation:
     """Ranks in this process.
 
@@ -53,7 +74,11 @@ class Simulation:
         device: of all ranks: the only one that there is, or the CPU.
         scheduler: of their threads, with their clock.
         makers: the ranks that have made, copied or unpickled modules, by the modules' ids.
+        channel: class of their side channels.
+        condition: class of conditions for threads of one rank.
     """
+
+    channel, condition = _SimulatedChannel, Condition
 
     def __init__(self, ranks: int, seed: int | None, fault: Fail | None = None) -> None:
         self.scheduler = Scheduler(seed, fault)
@@ -92,11 +117,11 @@ class Simulation:
                 finally:
                     _leave()
 
-        for rank in range(self._ranks):
-            place = distwrap_environment.on_one_node(rank, self._ranks)
-            task = Task(scheduler, Process(rank, has_modules=has_modules), partial(run, place))
-            task.start(here=first_here and rank == 0)
         with simulated_torch(self, self._store), mock.patch.object(simulated, "running", self):
+            for rank in range(self._ranks):
+                place = distwrap_environment.on_one_node(rank, self._ranks)
+                task = Task(scheduler, Process(rank, has_modules=has_modules), partial(run, place))
+                task.start(here=first_here and rank == 0)
             scheduler.run(Process(-1, has_modules=has_modules), first_here=first_here)
 
     def make_group(self, options: Any, _: Any = None) -> SimulatedGroup:
@@ -126,14 +151,6 @@ class Simulation:
         store.set(f"here/{placement.rank}", json.dumps(said))
         return store
 
-    def channel(self, *args: Any) -> Channel:
-        """Return a side channel, given what `Channel` takes."""
-        return _SimulatedChannel(self.scheduler, *args)
-
-    def condition(self) -> Condition:
-        """Return a condition for threads of this thread's rank."""
-        return Condition(self.scheduler)
-
 
 dist.Backend.register_backend(
     BACKEND, lambda *given: simulated.running.make_group(*given), extended_api=True, devices=["cpu", "cuda"]
@@ -148,27 +165,6 @@ def _leave() -> None:
             left.close()
     if dist.is_initialized():  # torch knows a thread's groups by their names
         dist.destroy_process_group()
-
-
-class _SimulatedChannel(Channel):
-    """Side channel of a simulated rank: it serves what others ask. Who is stuck, or gone, the scheduler knows."""
-
-    def __init__(self, scheduler: Scheduler, *args: Any) -> None:
-        super().__init__(*args)
-        self._scheduler, self._thread = scheduler, scheduler.thread(self._run, "distwrap-channel")
-
-    def _halt(self) -> None:
-        self._stopped.set()
-        self._notifier.close()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            self._scheduler.wait(lambda: self._stopped.is_set() or self._is_woken(), "news of other ranks")
-            self._heard = self._notifier.wakeups()
-            self.work.look(True)
-
-    def _is_woken(self) -> bool:
-        return self._notifier.wakeups() != self._heard
 
 
 class SimulateLauncher(base.Launcher):
