@@ -274,7 +274,7 @@ class _Child(Observer):
 
     def _tell(self) -> NoReturn:
         """Tell the parent what was done, and wait for it to end this process: other ranks may need it until then."""
-        buffer, self._world.seen = io.BytesIO(), self.seen
+        buffer, self._world.seen = io.BytesIO(), {number: rank.seen for number, rank in self.ranks.items()}
         if (world := active_world()) is not None:
             self._world.seconds = min(_SECONDS, world.options.timeout)
         _torch_save(self._world, buffer)

@@ -215,7 +215,6 @@ OWN = {
         "not comparable",
     ),
     "explanation/same_result": "not comparable",  # it divides the batch itself
-    "examples/elastic": "failed",  # it restarts, which is not simulated
     "guides/model": "failed",  # it asks for two ranks
     "howto/notebooks": "failed",  # cells import for each other
     "guides/prove": "multiplied-by-ranks",
