@@ -52,7 +52,7 @@ ROWS = {
     "model": Row(850 + 750, 2442, 2386, ("model/",)),  # part 1; 750 for checks, in a room of their own
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
-    "prove": Row(700, 1001, 911, ("prove/",)),  # part 3
+    "prove": Row(700, 923, 851, ("prove/",)),  # part 3
     "supervision": Row(800, 1511, 1574, ("supervision/",)),  # part 3
     "testing": Row(1300, 1313, 1312, ("testing/",)),  # part 1
     "timing": Row(650, 826, 776, ("timing/",)),  # part 1
