@@ -176,7 +176,9 @@ def _compare(one: World, several: World, found: Comparison) -> bool:
         found.steps += 1
     counts = [len(seen.steps) for seen in ranks]
     if several.error:
-        found.is_refused = not any(counts)
+        if not any(counts):
+            found.is_refused = True
+            found.notes.append(f"{found.name} fail before their first step: {several.error.splitlines()[-1]}")
         named = [each.name for each in CATALOGUE if f"({each.id})" in several.error]
         return found.differs((*named, "failed")[0], "an error", several.error, found.steps + 1)
     if found.resumed:
@@ -213,7 +215,8 @@ def _of_kind(kind: _Kind, number: int, one: Step, several: list[Step], found: Co
     wrong, ratio, size = {each.rank for each in differ}, _common_ratio(differ), max(each.share for each in differ)
     how = differ[0].numbers or ("on all ranks" if len(wrong) == len(several) else f"on {named_ranks(wrong)}")
     how += f", {ratio:.3f} times" if ratio is not None else ""
-    what, place = kind.words.format(_names(differ, names)), several[0].place or differ[0].name.rpartition("#")[0]
+    what, line = kind.words.format(_names(differ, names)), differ[0].name.rpartition("#")[0]
+    place = line if kind in _OF_OUTPUT else several[0].place
     return found.differs(kind.mistake, what, how, number, place, 0.0 if kind.follows else size)
 
 

@@ -226,17 +226,12 @@ class Observer:
     """
 
     def __init__(self, number: int, steps: int, epochs: int, *, double: bool) -> None:
-        self.number, self._double, self._ranks = number, double, dict[int, _Rank]()
+        self.number, self._double, self.ranks = number, double, dict[int, _Rank]()
         self._steps, self._epochs = math.inf if epochs else steps, epochs or math.inf
 
     def enough(self) -> None:
         """Stop the rank whose turn it is."""
         raise NotImplementedError
-
-    @property
-    def seen(self) -> dict[int, Seen]:
-        """What each rank has done."""
-        return {number: rank.seen for number, rank in sorted(self._ranks.items())}
 
     def rank(self) -> int:
         """Return the rank whose turn it is."""
@@ -245,7 +240,9 @@ class Observer:
 
     def here(self) -> _Rank:
         """Return what is known of the rank whose turn it is."""
-        return self._ranks.setdefault(self.rank(), _Rank(self.rank()))
+        if (number := self.rank()) not in self.ranks:
+            self.ranks[number] = _Rank(number)
+        return self.ranks[number]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

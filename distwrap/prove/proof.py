@@ -172,7 +172,7 @@ def prove_program(program: Program, *, ranks: Sequence[int] = (2, 3, 4), resume:
 
 def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
     longer = replace(program, steps=program.steps * (1 if program.epochs else 2), epochs=program.epochs * 2)
-    comparisons, notes = list[Comparison](), set[str]()
+    comparisons: list[Comparison] = []
     with folder() as place:
         one = run(longer if resume else program, 1, place / "1")
         if one.error:
@@ -187,10 +187,8 @@ def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
             if not (program.batch or several.error) and several.sizes - one.sizes:
                 words = "the loop's batch size depends on the number of ranks: say --batch"
                 comparisons[-1] = Comparison(number, is_comparable=False, notes=[words])
-    refused = [each for each in comparisons if each.is_refused]
-    if len(refused) < len(comparisons):
-        comparisons = [each for each in comparisons if not each.is_refused]
-        notes |= {f"{each.name} fail before their first step: {each.how.splitlines()[-1]}" for each in refused}
+    notes = sorted({note for each in comparisons for note in each.notes})
+    comparisons = [each for each in comparisons if not each.is_refused] or comparisons
     seen = sum(each.compared["gradients"] + each.compared["returned numbers"] for each in comparisons)
     proof = Proof("not comparable", comparisons, [])
     if proof.wrong:
@@ -205,6 +203,5 @@ def _proof(program: Program, ranks: Sequence[int], resume: bool) -> Proof:
         "no evaluation was seen": not alone.evaluations,
         "the end of the loop was not seen": not one.has_ended,
     }
-    notes |= {note for each in comparisons for note in each.notes}
-    proof.notes += [*(note for note, holds in of_one.items() if holds), *sorted(notes)]
+    proof.notes += [*(note for note, holds in of_one.items() if holds), *notes]
     return proof

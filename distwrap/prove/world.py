@@ -7,6 +7,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -41,6 +42,7 @@ from distwrap.testing.simulation.simulation import failure_of
 from distwrap.wording import named_ranks
 
 _KIND = "proof"  # of our temporary folders
+_DECORATED = re.compile(r"@[\w.]*\bdistributed\b|\bdistributed\(")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _PATHS = (str, bytes, os.PathLike)
 # Events of an audit hook that change something; their first two arguments say where.
@@ -114,6 +116,12 @@ class Program:
     epochs: int = 0
     batch: int | None = None
     evaluated: Set[int] = frozenset()
+
+    @property
+    def is_decorated(self) -> bool:
+        """Whether it launches its ranks itself, by distwrap: it is not started once for each rank, as by torchrun."""
+        text = Path(self.script).read_text(errors="replace") if self.script else ""
+        return self.function is not None or ("distwrap" in text and _DECORATED.search(text) is not None)
 
 
 @contextlib.contextmanager
@@ -249,7 +257,7 @@ class _Child(Observer):
         if function is not None:
             function = function if hasattr(function, "options") else sys.modules["distwrap"].distributed()(function)
             function(*program.arguments, **program.keywords)
-        elif program.real:
+        elif program.real or program.is_decorated:
             sys.argv = [program.script, *map(str, program.arguments)]
             sys.path.insert(0, str(Path(program.script).parent))
             runpy.run_path(program.script, run_name="__main__")
@@ -260,7 +268,7 @@ class _Child(Observer):
         """Return what says to a function that it is simulated, or to a process which rank it is."""
         own, ranks = str(self.number), str(self._world.ranks)
         if not self._program.real:
-            return {"DISTWRAP_SIMULATE": ranks} if self._program.function else {}
+            return {"DISTWRAP_SIMULATE": ranks} if self._program.is_decorated else {}
         numbers = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         numbers["OMP_NUM_THREADS"] = "1"  # the threads of OpenMP are not here after the fork, and would be waited for
         return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port), torchrun.AGENT: "prove"}
@@ -274,7 +282,7 @@ class _Child(Observer):
 
     def _tell(self) -> NoReturn:
         """Tell the parent what was done, and wait for it to end this process: other ranks may need it until then."""
-        buffer, self._world.seen = io.BytesIO(), self.seen
+        buffer, self._world.seen = io.BytesIO(), {number: rank.seen for number, rank in self.ranks.items()}
         if (world := active_world()) is not None:
             self._world.seconds = min(_SECONDS, world.options.timeout)
         _torch_save(self._world, buffer)

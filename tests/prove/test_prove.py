@@ -203,7 +203,7 @@ def test_the_catalogue() -> None:
 
 # Programs of pages and examples that train, and are not equal: each rank has its own data, model, rate, or output.
 OWN = {
-    **dict.fromkeys(("guides/communication", "guides/data", "guides/extending", "howto/gan"), "not comparable"),
+    **dict.fromkeys(("guides/communication", "guides/extending", "howto/gan"), "not comparable"),
     **dict.fromkeys(
         (
             "examples/custom_strategy",
