@@ -42,7 +42,7 @@ ROWS = {
     "_internals": Row(650, 1280, 1291, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1086, 944, ("cli/",)),  # part 3
-    "comm": Row(1250, 1654, 1678, ("comm/",)),  # part 1
+    "comm": Row(1250, 1638, 1667, ("comm/",)),  # part 1
     "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 506, 515, ("devices/",)),  # part 1
