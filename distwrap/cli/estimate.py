@@ -73,10 +73,7 @@ def run(given: argparse.Namespace) -> int:
     batch = [input_of(each) for each in given.batch or ()]
     model = model_of(given.model, [_value(text) for text in given.args], _kwargs(given.kwargs))
     needs = estimate(model, ranks, nprocs, in_precision, make)
-    others = [
-        Need("tp", why_not="as its plan= divides the layers"),
-        Need("pipeline", why_not="as its stages divide blocks"),
-    ]
+    others = [Need("tp", why_not="as its plan= divides the layers"), Need("pipeline", why_not="as its stages do")]
     activations, remark = _activations(in_precision.precision.weights(model), batch, in_precision)
     choice = recommended(needs, memory, activations)
     numbers = sum(parameter.numel() for parameter in model.parameters())

@@ -126,6 +126,7 @@ class Link:
         crosses_nodes: whether the ranks are on several nodes.
 
     Attributes:
+        group: the process group, or ``None`` with one rank.
         rank: this process's index among the ranks.
         size: the number of ranks.
     """
@@ -133,7 +134,7 @@ class Link:
     def __init__(
         self, group: Any, ranks: list[int], me: int, traffic: Traffic, *, back: Any = None, crosses_nodes: bool = True
     ) -> None:
-        self._group, self._back, self._ranks = group, back, ranks
+        self.group, self._back, self._ranks = group, back, ranks
         self._traffic, self._crosses_nodes = traffic, crosses_nodes
         self.rank, self.size = ranks.index(me), len(ranks)
         self._messages = 0
@@ -159,7 +160,7 @@ class Link:
         Returns an object with a ``wait()``.
         """
         return self._begin(
-            list(received), list(sent), lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+            list(received), list(sent), lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         )
 
     def begin_all_gather(self, received: torch.Tensor, own: torch.Tensor) -> Any:
@@ -168,9 +169,7 @@ class Link:
         Returns an object with a ``wait()``.
         """
         rows, own = list(received.view(self.size, own.numel())), own.view(-1)
-        return self._begin(
-            rows, [own] * self.size, lambda: dist.all_gather(rows, own, group=self._group, async_op=True)
-        )
+        return self._begin(rows, [own] * self.size, lambda: dist.all_gather(rows, own, group=self.group, async_op=True))
 
     def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
         """Receive every rank's tensor, and wait for the end."""
@@ -184,18 +183,18 @@ class Link:
         """Replace `x` on the first rank by the sum. On the other ranks it is undefined afterwards."""
         if self.size > 1:
             self._count(x.nbytes if self.rank else 0)
-            dist.reduce(real_numbers(x), self._ranks[0], group=self._group)
+            dist.reduce(real_numbers(x), self._ranks[0], group=self.group)
 
     def from_first(self, x: torch.Tensor) -> None:
         """Replace `x` by the first rank's `x`."""
         if self.size > 1:
             self._count(0 if self.rank else (self.size - 1) * x.nbytes)
-            dist.broadcast(real_numbers(x), self._ranks[0], group=self._group)
+            dist.broadcast(real_numbers(x), self._ranks[0], group=self.group)
 
     def _all_reduce(self, x: torch.Tensor, operation: Any) -> None:
         if self.size > 1:
-            self._count(2 * (self.size - 1) * x.nbytes // self.size)
-            dist.all_reduce(real_numbers(x), op=operation, group=self._group)
+            self.count_sum(x.nbytes)
+            dist.all_reduce(real_numbers(x), op=operation, group=self.group)
 
     def _begin(self, received: list[torch.Tensor], sent: list[torch.Tensor], collective: Callable[[], Any]) -> Any:
         """Start to exchange rows with all ranks: by a collective, or by messages over two groups."""
@@ -211,16 +210,20 @@ class Link:
         for x in outgoing.values():
             self._count(x.nbytes)
         if self._back is None:
-            sends = [dist.P2POp(dist.isend, x, self._ranks[to], self._group) for to, x in outgoing.items()]
-            receives = [dist.P2POp(dist.irecv, x, self._ranks[by], self._group) for by, x in incoming.items()]
+            sends = [dist.P2POp(dist.isend, x, self._ranks[to], self.group) for to, x in outgoing.items()]
+            receives = [dist.P2POp(dist.irecv, x, self._ranks[by], self.group) for by, x in incoming.items()]
             return _Works(dist.batch_isend_irecv(sends + receives) if sends or receives else [])
         self._messages = tag = (self._messages + 1) % (1 << 30)  # identifies the exchange, and is the same on all ranks
         works = _Works()
         for to, x in outgoing.items():
-            works.append(dist.isend(x, self._ranks[to], self._group if to > self.rank else self._back, tag))
+            works.append(dist.isend(x, self._ranks[to], self.group if to > self.rank else self._back, tag))
         for by, x in incoming.items():
-            works.append(dist.irecv(x, self._ranks[by], self._group if by < self.rank else self._back, tag))
+            works.append(dist.irecv(x, self._ranks[by], self.group if by < self.rank else self._back, tag))
         return works
+
+    def count_sum(self, size: int) -> None:
+        """Count the all-reduce of so many bytes."""
+        self._count(2 * (self.size - 1) * size // self.size)
 
     def _count(self, sent: int) -> None:
         self._traffic.sent += sent

@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -131,8 +131,8 @@ class ByteGrad(GradientAlgorithm):
 class PowerSGD(GradientAlgorithm):
     """Mean of low-rank approximations of the gradients, with error feedback.
 
-    Source: https://arxiv.org/abs/1905.13727, algorithms 1 and 2, with warm start. torch's own hook starts a collective
-    in the callback of another one, which hangs on gloo with several buckets.
+    Source: https://arxiv.org/abs/1905.13727, algorithms 1 and 2, with warm start, by torch's hook:
+    https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
 
     A matrix of n·m gradients is sent as (n + m)·rank numbers if these are less than half; vectors are sent whole.
 
@@ -149,71 +149,58 @@ class PowerSGD(GradientAlgorithm):
 
 
 class LowRankMean(Averager):
-    """Averager of low-rank approximations: one all-reduce for vectors and left factors, one for right factors."""
+    """Averager by torch's hook, which gets one bucket at a time, and waits for it: its collectives keep their order."""
 
     wants_scale = True
 
     def __init__(self, link: Link, rank: int, seed: int) -> None:
-        self._link, self._rank = link, rank
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook  # needs NumPy
+
+        self._link, self._rank, self._hook = link, rank, hook
         self._random = torch.Generator().manual_seed(seed)
-        self._residuals = Residuals()
-        self._right: dict[int, torch.Tensor] = {}  # by parameter: right factors of the last step, to start the next
+        self._states: dict[tuple[int, ...], tuple[Any, float]] = {}  # by bucket, with the scale of its errors
 
     def average(self, bucket: Bucket) -> None:
         if self._link.size == 1 or not bucket.values.numel():
             return
-        x, residual = bucket.values.float(), self._residuals.of(bucket)
-        x.add_(residual)
-        matrices, vectors, errors, rights = [], [], [], []
-        for parameter, part, error in zip(bucket.parameters, bucket.parts(x), bucket.parts(residual), strict=True):
-            rank = self._rank_for(parameter.shape)
-            if rank:
-                matrices.append(part.view(len(parameter), -1))
-                errors.append(error.view(len(parameter), -1))
-                rights.append(self._right_of(parameter, rank, x.device))
-            else:
-                vectors.append(part)
-        lefts = self._averaged([*vectors, *(m @ right for m, right in zip(matrices, rights, strict=True))])
-        for vector, mean in zip(vectors, lefts, strict=False):
-            vector.copy_(mean)
-        lefts = lefts[len(vectors) :]
-        finite = all(bool(torch.isfinite(left).all()) for left in (*lefts, *vectors))
-        if not finite:
+        if not torch.isfinite(bucket.values).all():
             bucket.complain()
-        lefts = [torch.linalg.qr(left).Q if finite else torch.full_like(left, torch.nan) for left in lefts]
-        own = [m.T @ left for m, left in zip(matrices, lefts, strict=True)]
-        if finite:
-            residual.zero_()
-            for m, left, right, error in zip(matrices, lefts, own, errors, strict=True):
-                torch.sub(m, left @ right.T, out=error)
-        means = self._averaged(own)
-        for m, left, right, previous in zip(matrices, lefts, means, rights, strict=True):
-            torch.matmul(left, right.T, out=m)
-            if finite:
-                previous.copy_(right)
+        x, key = bucket.values.float(), bucket.key
+        parts = zip(bucket.parameters, bucket.parts(x), strict=True)
+        views = [part.view(len(each), -1) if each.dim() else part.view(1, 1) for each, part in parts if part.numel()]
+        if key not in self._states:  # DDP rearranges its buckets after the first step
+            self._states = {old: each for old, each in self._states.items() if set(old).isdisjoint(key)}
+        state, scale = self._states.pop(key) if key in self._states else (self._begun(views), bucket.scale)
+        for error in state.error_dict.values():
+            error.mul_(bucket.scale / scale)
+        before = state.total_numel_after_compression
+        hooked: Any = _HookedBucket(x, views)
+        self._hook.powerSGD_hook(state, hooked).wait()
+        self._link.count_sum(4 * (state.total_numel_after_compression - before))
+        if torch.isfinite(x).all():  # else nothing is kept of this step, on all ranks
+            self._states[key] = state, bucket.scale
         bucket.values.copy_(x)
 
-    def _rank_for(self, shape: torch.Size) -> int:
-        if len(shape) < 2 or not shape.numel():
-            return 0
-        rows, columns = shape[0], shape.numel() // shape[0]
-        rank = min(self._rank, rows, columns)
-        return rank if 2 * rank * (rows + columns) < rows * columns else 0
+    def _begun(self, views: list[torch.Tensor]) -> Any:
+        """Return the state of a bucket; torch's hook would seed the process's random numbers for the first factors."""
+        state = self._hook.PowerSGDState(self._link.group, self._rank, start_powerSGD_iter=2)
+        state.iter, rows, rights = 2, 0, [torch.empty(0)]
+        for n, m in [view.shape for view in views]:
+            rank = min(n, m, self._rank)
+            if 2 * rank * (n + m) < n * m:  # as the hook decides it
+                rows += n * rank
+                rights.append(torch.randn(m, rank, generator=self._random).view(-1))
+        state.p_memory_dict[0] = torch.empty(rows, device=views[0].device)
+        state.q_memory_dict[0] = torch.cat(rights).to(views[0].device)
+        return state
 
-    def _right_of(self, parameter: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
-        if id(parameter) not in self._right:
-            columns = parameter.numel() // len(parameter)
-            self._right[id(parameter)] = torch.randn(columns, rank, generator=self._random).to(device)
-        return self._right[id(parameter)]
 
-    def _averaged(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Average tensors over the ranks in one all-reduce."""
-        if not tensors:
-            return []
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._link.mean(flat)
-        sizes = [tensor.numel() for tensor in tensors]
-        return [part.view(t.shape) for part, t in zip(torch.split(flat, sizes), tensors, strict=True)]
+class _HookedBucket:
+    """Bucket for torch's hook: its numbers, and the matrices among them."""
+
+    def __init__(self, values: torch.Tensor, views: list[torch.Tensor]) -> None:
+        self.buffer, self.gradients = (lambda: values), (lambda: views)
+        self.index, self.is_last = (lambda: 0), (lambda: True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -314,9 +314,9 @@ def _two_windows() -> list[float]:
     x = data()
     rows = x.chunk(dw.world_size())[dw.rank()].chunk(2)
     for given in zip(*(dw.accumulate(rows, 2, model) for model in models), strict=True):
-        for model, (some, _) in zip(models, given, strict=True):
+        for model, (some, window) in zip(models, given, strict=True):
             losses = (model(some) - some).square()
-            dw.scale_loss(losses.sum(), losses.numel()).backward()
+            dw.scale_loss(losses.sum(), losses.numel(), window=window).backward()
     for each in nets:
         _loss(each, x).backward()
     return [
@@ -326,6 +326,6 @@ def _two_windows() -> list[float]:
     ]
 
 
-def test_the_window_of_a_loss_is_found() -> None:
-    """With windows of two divided models under way, a loss is known by the parameters under it."""
+def test_windows_of_two_divided_models() -> None:
+    """Each loss is divided by the counts of the window that is said."""
     assert max(max(found) for found in run_ranks(_two_windows, 2)) < 1e-9
