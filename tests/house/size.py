@@ -41,8 +41,8 @@ ROWS = {
     "protocols": Row(190, 157, 189, ("protocols.py",)),
     "_internals": Row(650, 1248, 1271, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2017, 1956, ("checkpoint/",)),  # part 3
-    "cli": Row(650, 1139, 983, ("cli/",)),  # part 3
-    "comm": Row(1250, 1654, 1678, ("comm/",)),  # part 1
+    "cli": Row(650, 1137, 983, ("cli/",)),  # part 3
+    "comm": Row(1250, 1638, 1667, ("comm/",)),  # part 1
     "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 506, 515, ("devices/",)),  # part 1
