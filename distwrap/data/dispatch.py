@@ -171,9 +171,7 @@ def _received(group: DispatchGroup) -> tuple[_Turn, Any]:
     text, error = verify(message.numpy().tobytes(), run_secret(), READER)
     if error is None:
         raise LoaderError(text, secondary=True)
-    raise error from WorkerError(
-        text, rank=READER, secondary=True
-    )  # by which the reader's own failure is known as the first
+    raise error from WorkerError(text, rank=READER, secondary=True)  # the reader has failed first
 
 
 def _failure(error: Exception) -> torch.Tensor:

@@ -5,6 +5,8 @@ import socket
 import sys
 from typing import Any
 
+_UNKNOWN = "unknown"  # when a process started
+
 
 def identity() -> dict[str, Any]:
     """Return the identity of this process, by which others on this node can see whether it lives."""
@@ -47,7 +49,7 @@ def pid_exists(pid: int) -> bool:
 
 def lives(process: dict[str, Any]) -> bool:
     """Return whether a process on this node lives, given its `identity`."""
-    return pid_exists(process["pid"]) and bool(_born(process["pid"]) == process["born"])
+    return pid_exists(process["pid"]) and _born(process["pid"]) in (process["born"], _UNKNOWN)
 
 
 def has_ended(pid: int) -> bool:
@@ -67,9 +69,10 @@ def process_status(pid: int) -> tuple[str, list[str]]:
 
 
 def _born(pid: int) -> str:
-    """Return when a process started, since its number may be another's by now; empty for a zombie."""
+    """Return when a process started, since its number may be another's by now; empty for one that has ended."""
     try:
         fields = process_status(pid)[1]
-    except OSError:
-        return "unknown" if sys.platform != "linux" else ""
+    except OSError as error:  # at the limit of open files nobody knows
+        is_gone = sys.platform == "linux" and isinstance(error, (FileNotFoundError, ProcessLookupError))
+        return "" if is_gone else _UNKNOWN
     return fields[19] if fields[0] not in "ZX" else ""

@@ -28,7 +28,11 @@ def refusal() -> str | None:
             "this process has computed a backward on a node with accelerators, for which torch's autograd has started "
             "threads; a forked process could compute none"
         )
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    others = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread() and not type(thread).__module__.startswith("tqdm.")
+    ]  # a progress bar's thread sleeps
     if others:
         return (
             f"other threads are at work ({', '.join(others)}), and a lock that one of them holds would stay "

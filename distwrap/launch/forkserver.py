@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
 
 from distwrap._internals.python import interpreter_flags
@@ -46,7 +47,8 @@ class ServedProcess(Process):
     """
 
     def __init__(self, rank: int, server: ForkServer, streams: Streams | None = None) -> None:
-        self.rank = rank
+        self.rank, self._server = rank, server
+        server.ranks.add(self)
         self.conn, theirs = Pipe()
         self._status, status = os.pipe()
         self._exitcode: int | None = None
@@ -78,6 +80,7 @@ class ServedProcess(Process):
 
     def close(self) -> None:
         super().close()
+        self._server.ranks.discard(self)
         if self._status >= 0:
             os.close(self._status)
             self._status = -1
@@ -133,17 +136,29 @@ class ForkServer:
         theirs.close()
         self._control = ours
         self._owner = os.getpid()
+        self.ranks: set[ServedProcess] = set()  # that somebody waits for
         self.pid = self._process.pid
         self.key = _server_key()
 
     def usable(self) -> bool:
         """Return whether it is this process's, alive, and was started with the variables that are read at start."""
-        return self._owner == os.getpid() and self._process.poll() is None and self.key == _server_key()
+        return self.lives() and self.key == _server_key()
+
+    def lives(self) -> bool:
+        """Return whether it is this process's, and alive."""
+        return self._owner == os.getpid() and self._process.poll() is None
 
     def fork(self, fds: list[int]) -> None:
         """Ask for one more rank, given the descriptors that it is to have."""
         assert len(fds) == DESCRIPTORS
         socket.send_fds(self._control, [b"f"], fds)
+
+    def drain(self) -> None:
+        """Let the server end with the ranks that it has now, which another thread may wait for."""
+        if not self.ranks:
+            self.stop()
+        with suppress(OSError):
+            self._control.sendall(b"d")
 
     def stop(self) -> None:
         """End the server, and with it any rank that is left; it holds nothing that could be lost."""
@@ -154,6 +169,7 @@ class ForkServer:
 
 
 _server: ForkServer | None = None
+_drained: list[ForkServer] = []  # of earlier variables, which still have ranks
 _server_lock = threading.RLock()
 
 
@@ -163,8 +179,13 @@ def warm_server() -> ForkServer:
     with _server_lock:
         if _server is None or not _server.usable():
             _register_hooks()
-            stop_server()
+            if _server is not None:
+                _server.drain()
+                _drained.append(_server)
             _server = ForkServer()
+        for each in [each for each in _drained if not each.lives()]:
+            each.stop()
+            _drained.remove(each)
         return _server
 
 
@@ -172,9 +193,10 @@ def stop_server() -> None:
     """End the fork server now rather than with this process; the next launch starts another."""
     global _server
     with _server_lock:
-        if _server is not None:
-            _server.stop()
-        _server = None
+        for each in (*_drained, _server):
+            if each is not None:
+                each.stop()
+        _server, _drained[:] = None, []
 
 
 @functools.cache
@@ -185,8 +207,9 @@ def _register_hooks() -> None:
 
 def _let_go_in_fork() -> None:
     """Drop a fork's copy of the socket: the server ends when its owner's is closed."""
-    if _server is not None:
-        _server._control.close()
+    for each in (*_drained, _server):
+        if each is not None:
+            each._control.close()
 
 
 def _server_key() -> tuple[object, ...]:

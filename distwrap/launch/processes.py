@@ -43,10 +43,12 @@ class Process:
 
     def signal(self, number: int, *, with_children: bool = True) -> None:
         """Send a signal to the process, and to all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            try:
-                (os.killpg if with_children else os.kill)(self.pid, number)
-            except (ProcessLookupError, PermissionError):  # it has not made its own group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if with_children:
+                os.killpg(self.pid, number)
+                return
+        with contextlib.suppress(ProcessLookupError):  # it has not made its own group yet, or has ended
+            if self.exitcode(0) is None:  # else its number may be another's
                 os.kill(self.pid, number)
 
     def exitcode(self, seconds: float) -> int | None:

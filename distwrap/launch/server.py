@@ -2,8 +2,8 @@
 
 It listens on nothing. The caller holds the other end of a socket pair and sends, a rank at a time, five file
 descriptors: standard input, output and error, the rank's connection, and a pipe on which the server writes the rank's
-process id and, later, its exit status. When the caller dies the socket closes, the server ends, and the kernel kills
-the ranks.
+process id and, later, its exit status. A request without descriptors is the last one: the server ends with its last
+rank. When the caller dies the socket closes, the server ends, and the kernel kills the ranks.
 """
 
 import contextlib
@@ -55,7 +55,8 @@ def serve(fd: int) -> NoReturn:
     status_of: dict[int, int] = {}
     settle()
     idle: float | None = IDLE_SECONDS
-    while True:
+    drains = False
+    while status_of or not drains:
         ready, _, _ = select.select([control.fileno(), wake_r], [], [], None if status_of else idle)
         if not ready:
             idle = None
@@ -70,7 +71,10 @@ def serve(fd: int) -> NoReturn:
         if control.fileno() in ready:
             request, fds, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
             if not request:
-                os._exit(0)  # an interpreter's own end takes as long as an import, and the ranks would run meanwhile
+                break
+            if not fds:
+                drains = True
+                continue
             stdin, stdout, stderr, conn, status = fds
             pid = os.fork()
             if pid == 0:
@@ -89,6 +93,7 @@ def serve(fd: int) -> NoReturn:
                 os.close(unneeded)
             status_of[pid] = status
             _tell(status, pid)
+    os._exit(0)  # an interpreter's own end takes as long as an import, and the ranks would run meanwhile
 
 
 def settle() -> None:

@@ -56,7 +56,7 @@ class CallerContext:
     @classmethod
     def capture(cls) -> CallerContext:
         """Read the context of this process."""
-        umask = os.umask(0)
+        umask = os.umask(0o077)  # other threads may make files meanwhile
         os.umask(umask)
         random, settings = RandomState.capture(), Settings()
         path, argv, accelerator = list(sys.path), list(sys.argv), Accelerator.capture()

@@ -189,6 +189,8 @@ class Channel:
                     f"it cannot read the ranks' store ({first_line(error)}): another program writes to the "
                     f"port at which the ranks meet\n{traceback.format_exc()}",
                 )
+            except OSError:  # at the limit of open files, which may pass
+                continue
             except RuntimeError as error:
                 if self._notifier.is_held or self._stopped.wait(LAUNCHER_SECONDS if self.supervised else NEWS_SECONDS):
                     return

@@ -13,7 +13,7 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.launch import supervisor
-from distwrap.launch.processes import OomCount, describe_exit
+from distwrap.launch.processes import CommandProcess, OomCount, describe_exit
 
 
 def test_exit_codes_in_words() -> None:
@@ -103,3 +103,13 @@ def test_sys_exit_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 3
     assert "distwrap: rank 1 on " in (said := capfd.readouterr().err)
     assert "called sys.exit(3)" in said
+
+
+def test_no_signal_goes_to_a_process_that_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another program's by then."""
+    process, sent = CommandProcess(0, lambda _: ["true"]), list[object]()
+    assert process.exitcode(60) == 0
+    monkeypatch.setattr(os, "kill", lambda *words: sent.append(words))
+    process.signal(signal.SIGKILL)
+    assert not sent
+    process.close()

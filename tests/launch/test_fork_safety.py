@@ -34,6 +34,19 @@ def test_other_threads_are_named() -> None:
         thread.join()
 
 
+def test_a_progress_bars_thread_is_no_reason() -> None:
+    """The thread of tqdm that looks at bars sleeps: a program with a bar takes the launcher that it takes without."""
+    stop = threading.Event()
+    monitor = type("TMonitor", (threading.Thread,), {"__module__": "tqdm._monitor"})(target=stop.wait)
+    monitor.start()
+    try:
+        assert fork_safety.refusal() is None
+        assert distributed(nprocs=2, launcher="fork")(dw.world_size)() == 2
+    finally:
+        stop.set()
+        monitor.join()
+
+
 def test_used_accelerator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With CUDA initialised fork refuses, and says where that was."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

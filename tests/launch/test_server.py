@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.launch import forkserver
+from distwrap.network.waiting import wait_until
 from tests.interpreters import run_python
 from tests.slow import slow
 
@@ -34,6 +37,42 @@ def test_a_variable_that_is_read_at_start_wants_another(monkeypatch: pytest.Monk
     assert not server.usable()
     monkeypatch.undo()
     assert server.usable()
+
+
+def _ranks_of(server: int) -> list[str]:
+    return Path(f"/proc/{server}/task/{server}/children").read_text().split()
+
+
+def _waits_for(file: str) -> int:
+    while not os.path.exists(file):
+        time.sleep(0.02)
+    return dw.rank()
+
+
+def test_another_server_lets_the_ranks_of_the_one_before_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of another thread, whose ranks run while a variable changes, is not ended with its server."""
+    file, found = str(tmp_path / "go"), []
+    call = distributed(nprocs=2, launcher="forkserver", returns="all")(_waits_for)
+    thread = threading.Thread(target=lambda: found.append(call(file)))
+    other = threading.Thread(target=lambda: found.append(call(__file__)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while len(_ranks_of(forkserver.warm_server().pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    try:
+        other.start()
+        other.join(60)
+        assert found == [[0, 1]]
+        Path(file).touch()
+        thread.join(60)
+        assert found == [[0, 1]] * 2
+        assert wait_until(lambda: not any(each.lives() for each in forkserver._drained), 20)
+    finally:
+        Path(file).touch()
+        thread.join(60)
+        forkserver.warm_server()
+        assert not forkserver._drained
 
 
 def test_a_start_that_is_interrupted_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

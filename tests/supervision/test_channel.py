@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ import torch.distributed as dist
 
 import distwrap as dw
 from distwrap import distributed
+from distwrap.environments import identity as identities
 from distwrap.errors import CollectiveError, CollectiveTimeoutError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from distwrap.group.world import current_world
+from distwrap.supervision.channel import Channel
 from distwrap.testing import run_ranks
 from tests.by_hand import by_hand
 from tests.limits import SOON
@@ -432,3 +436,26 @@ time.sleep(60)
         os.close(writable)
         assert process.wait(100) == 1
     assert time.monotonic() - start < SOON
+
+
+def test_the_side_channel_survives_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread looks again a moment later, and takes no process for dead of which it cannot read."""
+    me = identities.identity()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr("builtins.open", refuse)
+        assert identities.lives(me)
+        assert not identities.has_ended(me["pid"])
+    looks: list[int] = []
+    channel = SimpleNamespace(_stopped=SimpleNamespace(wait=lambda _: len(looks) > 2))
+
+    def look() -> None:
+        looks.append(1)
+        refuse()
+
+    channel.look = look
+    Channel._run(channel)  # type: ignore[arg-type]
+    assert len(looks) == 3
