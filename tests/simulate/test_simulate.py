@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distwrap as dw
+from distwrap import simulated
 from distwrap._internals.torch import collectives_begun
 from distwrap.errors import CollectiveError, DeadlockError, LaunchError, ModelError, OptionError, WorkerDiedError
 from distwrap.testing import run_ranks, simulate
@@ -299,6 +300,16 @@ def test_a_script_in_which_a_rank_ends_its_process(status: int, words: str, tmp_
     script = tmp_path / "script.py"
     script.write_text(f"import os\nif os.environ['RANK'] == '1':\n    os._exit({status})\n")
     assert failure_of(str(script), 2, []).partition(":")[0] == words
+
+
+def _waits_in_a_wrong_way() -> None:
+    simulated.running.scheduler.wait(lambda: 1 / 0, "what cannot be told")
+
+
+def test_a_wait_that_raises_ends_the_run() -> None:
+    """Whichever rank asks whether it is over."""
+    with pytest.raises(ZeroDivisionError):
+        simulate(_waits_in_a_wrong_way, 2)
 
 
 def _interrupted() -> None:

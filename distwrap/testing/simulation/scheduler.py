@@ -176,6 +176,7 @@ class Task(threading.Thread):
             scheduler.fail(error, self)
         finally:
             self.has_ended, scheduler.here.task = True, None
+            scheduler.waiting.pop(self, None)  # where it has raised while it asked whether others can go on
             scheduler.pass_on()
 
     def join(self, timeout: float | None = None) -> None:
@@ -204,6 +205,7 @@ class Scheduler:
     Attributes:
         tasks: all threads.
         ready: those that wait for nothing but their turn.
+        waiting: those that wait for something, in the order in which they began to.
         here: each thread's own task.
         ends: whether each thread is told, where it waits, that it is to end.
         failure: why the run ends before all have returned.
@@ -219,7 +221,7 @@ class Scheduler:
         self.failed: Task | None = None
         self.ends, self.slept, self.fault = False, 0.0, fault
         self._random = None if seed is None else random.Random(seed)
-        self._waiting: dict[Task, None] = {}  # in the order in which they began
+        self.waiting: dict[Task, None] = {}
         self._passed = 0  # moments since a main thread was woken by another thread
         self._is_over = threading.Event()
         if fault is not None:
@@ -286,7 +288,7 @@ class Scheduler:
 
     def _wake(self) -> None:
         """Make ready whose waits are over; where there are none, the clock's next; where these cannot help, all."""
-        live = [task for task in self._waiting if self.ends or not task.rank.is_dead]
+        live = [task for task in self.waiting if self.ends or not task.rank.is_dead]
         woken = [task for task in live if self.ends or task.is_over()]
         if any(task.is_main for task in woken):
             self._passed = 0
@@ -297,11 +299,11 @@ class Scheduler:
                 self.slept, self._passed = max(self.slept, min(task.until for task in live)), self._passed + 1
                 woken = [task for task in live if task.until <= self.slept]
             else:
-                if killed or any(task.is_main for task in self._waiting):
+                if killed or any(task.is_main for task in self.waiting):
                     self.fail(self._stuck(killed))
-                self.ends, woken = True, list(self._waiting)
+                self.ends, woken = True, list(self.waiting)
         for task in woken:
-            del self._waiting[task]
+            del self.waiting[task]
             self.ready.append(task)
 
     def _stuck(self, killed: Process | None) -> BaseException:
@@ -332,7 +334,7 @@ class Scheduler:
         task = self._task()
         task.is_over, task.waits_for = is_over, words
         task.until = math.inf if seconds is None else self.slept + max(seconds, 0.0)
-        self._waiting[task] = None
+        self.waiting[task] = None
         self.pass_on()
         self.await_turn(task)
         task.waits_for = ""
@@ -373,7 +375,7 @@ class Scheduler:
         rank.is_dead = True
         for task in [each for each in self.ready if each.rank is rank]:
             self.ready.remove(task)
-            self._waiting[task] = None
+            self.waiting[task] = None
         self.wait(bool, "")
 
     def fail(self, error: BaseException, failed: Task | None = None) -> None:

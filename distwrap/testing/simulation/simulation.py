@@ -53,12 +53,12 @@ class _SimulatedChannel(Channel):
         self._notifier.close()
 
     def _is_called(self) -> bool:
-        return self._stopped.is_set() or self._notifier.wakeups() != self._heard
+        return self._stopped.is_set() or self._notifier.wakeups() != self._wakeups
 
     def _run(self) -> None:
         while not self._stopped.is_set():
             simulated.running.scheduler.wait(self._is_called, "news of other ranks")
-            self._heard = self._notifier.wakeups()
+            self._wakeups = self._notifier.wakeups()
             self.work.look(True)
 
 
