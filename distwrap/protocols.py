@@ -49,7 +49,7 @@ class Layout:
     mesh: Any = None
 
 
-class Held(NamedTuple):
+class ComparedTensor(NamedTuple):
     """A tensor of a model on this rank, for the proof that ranks are in sync.
 
     Attributes:
@@ -195,7 +195,7 @@ class StateLayout(ABC):
     shards: bool = False
 
     @abstractmethod
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         """Return the tensors that must be equal on all ranks with the same part, for the comparison.
 
         By default these are all tensors of a model that every rank has as a whole, and none of a model that a strategy

@@ -22,7 +22,7 @@ from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.link import Link
 from distwrap.comm.weights import FlatWeights, WeightAlgorithm, WeightExchange
 from distwrap.errors import OptionError
-from distwrap.model.in_sync import Held
+from distwrap.model.checks.in_sync import ComparedTensor
 
 _CODECS: dict[str, Callable[[], Codec]] = {"16bit": lambda: Cast(torch.bfloat16), "8bit": MinMax8, "1bit": Sign}
 
@@ -122,7 +122,7 @@ class _DiLoCo(WeightExchange["DiLoCo"]):
         fragment.future = None
         turn = self.steps // self.algorithm.sync_every
         if turn & (turn - 1) == 0:
-            held = Held("the weights of the last outer step", "", fragment.anchor)
+            held = ComparedTensor("the weights of the last outer step", "", fragment.anchor)
             self.compare(f"after step {self.steps}, part {self._fragments.index(fragment)},", [held])
 
     def settle(self) -> None:

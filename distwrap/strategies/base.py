@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 
 from distwrap import protocols
 from distwrap.group.collectives import broadcast
-from distwrap.model.in_sync import tensors_of
+from distwrap.model.checks.in_sync import tensors_of
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
-from distwrap.protocols import Held, Wrapping as Wrapping
+from distwrap.protocols import ComparedTensor, Wrapping as Wrapping
 
 
 class Strategy(protocols.Strategy):
     __doc__ = protocols.Strategy.__doc__
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         return () if self.shards else tensors_of(model)
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:

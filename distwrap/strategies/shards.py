@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from distwrap._internals.torch_sharding import is_in_pieces
-from distwrap.model.in_sync import Held, left_to_ranks
+from distwrap.model.checks.in_sync import ComparedTensor, left_to_ranks
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.nesting import rebuilt, refilled
@@ -52,16 +52,16 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     local(tensor).copy_(local(divided_like(tensor, whole)))
 
 
-def held(model: nn.Module) -> Iterator[Held]:
+def held(model: nn.Module) -> Iterator[ComparedTensor]:
     """Yield the tensors of a model of which several ranks have the same part."""
     own = left_to_ranks(model)
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if name in own:
             continue
         if not isinstance(value, DTensor):
-            yield Held(name, "", value)
+            yield ComparedTensor(name, "", value)
         elif (first := _first_holder(value)) is not None:
-            yield Held(name, f"{first}: the shard that rank {first} has", local(value))
+            yield ComparedTensor(name, f"{first}: the shard that rank {first} has", local(value))
 
 
 def _first_holder(tensor: DTensor) -> int | None:

@@ -12,7 +12,7 @@ from distwrap.errors import ModelError
 from distwrap.frames import is_ours
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
-from distwrap.model.proxy import UncopiedModel
+from distwrap.model.wrapped_models import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies.deepspeed.engine import ModelEngine
 from distwrap.strategies.deepspeed.state import full_weights, load_weights

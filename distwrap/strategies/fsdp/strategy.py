@@ -19,7 +19,7 @@ from distwrap.checks import refuses_removed
 from distwrap.errors import OptionError
 from distwrap.former_names import REMOVED
 from distwrap.group.world import Layout, World, current_world
-from distwrap.model.in_sync import Held
+from distwrap.model.checks.in_sync import ComparedTensor
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import handle_of, routing_of, unbind
 from distwrap.options import Options
@@ -170,7 +170,7 @@ class FSDPStrategy(Strategy):
 
     # State
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         from distwrap.strategies import shards
 
         return shards.held(unwrap_model(model))

@@ -18,7 +18,7 @@ from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import Layout, RunPart, World, current_world
-from distwrap.model.in_sync import Held, left_to_ranks
+from distwrap.model.checks.in_sync import ComparedTensor, left_to_ranks
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of, strategy_of
 from distwrap.options import Options
@@ -199,14 +199,14 @@ class PipelineStrategy(Strategy):
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         routing: PipelineRouting = routing_of(model)
         own, size = left_to_ranks(model), len(routing.group.ranks)
         for name, tensor in routing.placement.tensors().items():
             if name not in own and is_here(tensor):
                 places = sorted(routing.placement.ranks[name])
                 where = f"{places[0]}: {named_ranks(places)} of a pipeline"
-                yield Held(name, "" if len(places) == size else where, tensor)
+                yield ComparedTensor(name, "" if len(places) == size else where, tensor)
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         states = _states(thing)
