@@ -10,7 +10,7 @@ from command_line import arguments, compare
 from samples import in_turns, per_call
 from table import Row, report
 
-from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
+from distwrap.comm.compressed import Cast, Codec, MinMax8, Sign
 
 CODECS: dict[str, Codec] = {
     "float16": Cast(torch.float16),

@@ -27,10 +27,10 @@ from table import Row, report
 
 from distwrap.environments import Placement
 from distwrap.network import stores
-from distwrap.supervision import bells, failure_news, stall_detection
+from distwrap.supervision import failure_news, stall_detection
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import TICK_SECONDS, Channel
+from distwrap.supervision.notifier import Notifier
 
 PROCESSES = 4
 A_NODE = 8
@@ -250,7 +250,7 @@ class _Ringing(_Simulated):
             node = rank // A_NODE
             bells.node = lambda node=node: f"node {node}"  # type: ignore[assignment,misc]
             place = Placement(rank, ranks, rank % A_NODE, A_NODE, node, -(-ranks // A_NODE), "127.0.0.1", 1)
-            rings = Bells(self.clients[rank], place)  # type: ignore[arg-type]
+            rings = Notifier(self.clients[rank], place)  # type: ignore[arg-type]
             channel = Channel(rings, place, Activity(None), False, STILL_SECONDS, b"")  # type: ignore[arg-type]
             channel._report = self._reporting(channel)  # type: ignore[method-assign]
             channel.work.serve(f"alike/{rank}", lambda request, waited: b"")

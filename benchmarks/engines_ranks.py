@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from sharded_ranks import Prepared, Ways, adamw, be_a_rank, distwrap_way, torch_ddp, torch_fsdp2, torch_zero
+from sharded_ranks import Prepared, Ways, adamw, distwrap_way, rank_main, torch_ddp, torch_fsdp2, torch_zero
 from torch import nn
 
 STAGES = (1, 2, 3)
@@ -109,4 +109,4 @@ WAYS: Ways = {
 
 if __name__ == "__main__":
     with Connection(int(sys.argv[3])) as conn:
-        be_a_rank(WAYS, STRATEGIES, sys.argv[1], sys.argv[2], conn)
+        rank_main(WAYS, STRATEGIES, sys.argv[1], sys.argv[2], conn)

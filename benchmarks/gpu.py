@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
-from distwrap.comm.codecs import Cast, MinMax8, Sign
+from distwrap.comm.compressed import Cast, MinMax8, Sign
 
 SMALL, LARGE = (256, 2), (4096, 6)  # width and number of layers: 0.1 and 100 million numbers
 

@@ -156,7 +156,7 @@ WAYS: Ways = {
 ONE_BATCH = ("distwrap tp", "distwrap pipeline")
 
 
-def be_a_rank(ways: Ways, strategies: Mapping[str, str], way: str, size: str, conn: Connection) -> None:
+def rank_main(ways: Ways, strategies: Mapping[str, str], way: str, size: str, conn: Connection) -> None:
     """Join the other ranks as the way does, and take steps.
 
     Args:
@@ -248,4 +248,4 @@ def reset_peak() -> None:
 
 if __name__ == "__main__":
     with Connection(int(sys.argv[3])) as conn:
-        be_a_rank(WAYS, STRATEGIES, sys.argv[1], sys.argv[2], conn)
+        rank_main(WAYS, STRATEGIES, sys.argv[1], sys.argv[2], conn)

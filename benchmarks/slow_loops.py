@@ -261,7 +261,7 @@ PARTS: list[tuple[Loop, str, str]] = [(slow_loader, "data", "its loader"), (chec
 # Loops in which rank 1 waits for a CPU, the same without that, and words of the advice.
 CPUS: list[tuple[Loop, Loop, str]] = [
     (busy_neighbour, without_neighbour, "for a free CPU"),
-    (one_cpu, two_threads, "cpus=1"),
+    (one_cpu, two_threads, "may run on 1 CPU"),
 ]
 SLOW = [loop for loop, *_ in (*LAGS, *PARTS, *CPUS)]
 

@@ -168,7 +168,7 @@ if typing.TYPE_CHECKING:
         rank as rank,
         world_size as world_size,
     )
-    from distwrap.launch.other_callers import NodeSummary as NodeSummary
+    from distwrap.launch.peer_launchers import NodeSummary as NodeSummary
     from distwrap.metrics_log import log as log
     from distwrap.model import (
         assert_in_sync as assert_in_sync,
@@ -231,7 +231,7 @@ _MODULES = {
     "group.gathering": "gather",
     "group.printing": "get_logger print",
     "group.rank_zero": "on_rank_zero rank_zero_first rank_zero_only",
-    "launch.other_callers": "NodeSummary",
+    "launch.peer_launchers": "NodeSummary",
     "metrics_log": "log",
     "model": "assert_in_sync sync_buffers unwrap_model",
     "precision": "Precision autocast",

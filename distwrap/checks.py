@@ -5,27 +5,13 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from distwrap.errors import OptionError
-from distwrap.former_names import REMOVED
 from distwrap.wording import unknown_name
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
-
-
-def refuses_removed(init: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """Let a constructor raise OptionError for an option that is not here any more, with what to write instead."""
-
-    @wraps(init)
-    def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Returned:
-        for name in options.keys() & REMOVED["option"].keys():
-            raise OptionError(f"{init.__qualname__.removesuffix('.__init__')}({name}=…): {REMOVED['option'][name]}")
-        return init(*args, **options)
-
-    return checked
 
 
 def is_whole(value: object, least: int = 0) -> bool:

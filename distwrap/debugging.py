@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from contextlib import ExitStack
 from typing import TextIO
 
 from distwrap.errors import OptionError, PlacementError
@@ -9,6 +10,7 @@ from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
 from distwrap.simulated import simulation
 from distwrap.supervision import stacks
+from distwrap.supervision.activity import Activity
 from distwrap.wording import print_notice
 
 
@@ -41,8 +43,8 @@ def breakpoint_on(rank: int = 0) -> None:
         share_result(name, rank, None)
         return
     stdin, stdout = _terminal()
-    if world.channel is not None:
-        world.channel.stalls.excuse(True)
+    waiting = ExitStack()
+    waiting.enter_context(world.part(Activity).waiting("debugger", timed=False))
 
     class Debugger(pdb.Pdb):
         """A debugger that lets the other ranks go on when it is left for the first time."""
@@ -60,8 +62,7 @@ def breakpoint_on(rank: int = 0) -> None:
         def leave(self) -> None:
             if not self.left:
                 self.left = True
-                if world.channel is not None:
-                    world.channel.stalls.excuse(False)
+                waiting.close()
                 share_result(name, rank, b"on")
 
     print(f"distwrap: rank {rank} stops, and the others wait until you say 'continue'", file=stdout, flush=True)

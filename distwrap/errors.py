@@ -34,10 +34,18 @@ from distwrap.frames import hide_from_pytest
 
 
 class DistwrapError(Exception):
-    """Base class of all errors that distwrap raises."""
+    """Base class of all errors that distwrap raises.
 
-    def __init__(self, *args: object) -> None:
+    Attributes:
+        secondary: whether a rank raises this only because another rank has failed, whose failure explains it.
+    """
+
+    secondary = False
+
+    def __init__(self, *args: object, secondary: bool = False) -> None:
         super().__init__(*args)
+        if secondary:
+            self.secondary = True
         hide_from_pytest()  # now, since many modules are imported only when they are needed
 
 
@@ -90,8 +98,9 @@ class WorkerError(DistwrapError, RuntimeError):
         host: str | None = None,
         exitcode: int | None = None,
         signal: int | None = None,
+        secondary: bool = False,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, secondary=secondary)
         self.rank, self.host, self.exitcode, self.signal = rank, host, exitcode, signal
 
 
@@ -99,10 +108,10 @@ class WorkerTraceback(WorkerError):
     """The traceback of an exception on its rank, which is the ``__cause__`` of the same exception in the caller.
 
     Attributes:
-        is_secondary: whether that exception is only a consequence of the loss of another rank.
+        text: the traceback alone.
     """
 
-    is_secondary = False
+    text = ""
 
     def __str__(self) -> str:
         return "\n" + super().__str__()
@@ -157,13 +166,7 @@ class StateDictError(DistwrapError, ValueError):
 
 
 class CheckpointError(DistwrapError, RuntimeError):
-    """A checkpoint could not be written, or is not safe to load.
-
-    Attributes:
-        is_secondary: whether this is only a consequence of the loss of a rank.
-    """
-
-    is_secondary = False
+    """A checkpoint could not be written, or is not safe to load."""
 
 
 class ConversionError(DistwrapError, ValueError):

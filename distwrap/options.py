@@ -227,7 +227,7 @@ class Options:
                 raise OptionError(unknown_name("variable", variable, KNOWN_VARIABLES, {variable: hint}))
         check_words(env)
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}
-        given = {name: _from_text(variable, name, env[variable]) for variable, name in found.items()}
+        given = {name: from_text(variable, name, env[variable]) for variable, name in found.items()}
         for variable, name in found.items():
             if name != "nprocs" or "strategy" not in given:  # else the two are to be judged together
                 self.updated({name: given[name]}, where=variable)
@@ -241,7 +241,7 @@ class Options:
         """
         if not env.get(SIMULATE):
             return self
-        ranks = _from_text(SIMULATE, "nprocs", env[SIMULATE])
+        ranks = from_text(SIMULATE, "nprocs", env[SIMULATE])
         return self.updated({"launcher": "simulate", "nprocs": ranks}, where=SIMULATE)
 
 
@@ -329,7 +329,12 @@ def _as_switch(text: str) -> bool:
     raise ValueError(text)
 
 
-def _from_text(variable: str, name: str, text: str) -> object:
+def from_text(variable: str, name: str, text: str) -> object:
+    """Return the value of an option out of a text, of which an error says where it stands.
+
+    Raises:
+        OptionError: it is none.
+    """
     how = DECLARATIONS[name].text
     assert how is not None, name
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -187,6 +187,8 @@ class Wrapping:
 class StateLayout(ABC):
     """State of models and optimizers under a strategy: who holds which part, the whole state, and parts of it.
 
+    The other methods of `distwrap.Strategy` follow from `holders`.
+
     Attributes:
         shards: whether the full state of a model or optimizer is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
@@ -194,12 +196,22 @@ class StateLayout(ABC):
 
     shards: bool = False
 
+    def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
+        """Return the ranks that hold each tensor of a model, or the state of each parameter of an optimizer, by its id.
+
+        Tensors that are not among them are ``DTensor``s, or on every rank.
+
+        Returns:
+            ``None`` if every rank has the whole state, or the strategy puts it together by methods of its own.
+        """
+        return None
+
     @abstractmethod
     def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         """Return the tensors that must be equal on all ranks with the same part, for the comparison.
 
-        By default these are all tensors of a model that every rank has as a whole, and none of a model that a strategy
-        divides, since only the strategy knows the parts.
+        By default these are all tensors of a model that every rank has as a whole, or by `holders`, and none of another
+        model that a strategy divides, since only the strategy knows the parts.
         """
 
     def is_divided(self, thing: nn.Module | Optimizer) -> bool:
@@ -219,12 +231,7 @@ class StateLayout(ABC):
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         """Load a `state` of this or any other strategy; every rank calls it with all of it."""
 
-    def give_back(
-        self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Restore the caller's own model or optimizer with a full state; for ``retrofit``."""
-        original.load_state_dict(state)
-
+    @abstractmethod
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return the `state` with this rank's piece of each divided tensor, for a checkpoint in parts.
 
@@ -236,8 +243,8 @@ class StateLayout(ABC):
         Returns:
             ``None`` if this rank has everything, so that `state` is used.
         """
-        return None
 
+    @abstractmethod
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Return a stored state reduced to what this rank needs, so that no rank reads all of a large one.
 
@@ -251,7 +258,12 @@ class StateLayout(ABC):
         Returns:
             ``None`` if `load_state` needs whole tensors.
         """
-        return None
+
+    def restore_original(
+        self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Restore the caller's own model or optimizer with a full state; for ``retrofit``."""
+        original.load_state_dict(state)
 
 
 class Strategy(StateLayout):
@@ -275,6 +287,7 @@ class Strategy(StateLayout):
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         same_weights: whether all ranks hold the same weights after each step, so that distwrap compares them.
         is_simulated: whether its ranks can be simulated: they exchange by torch's process groups alone.
+        exchanges: what carries gradients or weights, so that `comm` is refused; empty where `comm` may.
         device: the device of its only process, if that is neither torch's accelerator nor the CPU.
         formerly: the name of another package by which it was chosen; a line at the start says what that name became.
     """
@@ -287,6 +300,7 @@ class Strategy(StateLayout):
     averages_at_once: bool = False
     same_weights: bool = True
     is_simulated: bool = True
+    exchanges: str = ""
     device: torch.device | None = None
     formerly: str = ""
 
@@ -294,6 +308,8 @@ class Strategy(StateLayout):
 
     def check(self, run: Options) -> None:
         """Refuse a run before a process starts or a model is wrapped: missing packages, options that clash.
+
+        By default `comm` is refused where the strategy `exchanges` by itself.
 
         Raises:
             OptionError: the run is refused; the message says what to install or change.
@@ -403,7 +419,7 @@ class Strategy(StateLayout):
 class Launcher(ABC):
     """One way to start ranks. Subclass it, and register the class with `register_launcher`.
 
-    A decorated call makes one launcher and calls, in this order, `count`, `check`, `plan`, `run` and `bring_home`.
+    A decorated call makes one launcher and calls, in this order, `count`, `check`, `plan`, `run` and `collect_result`.
 
     Attributes:
         name: for messages, and for the line at the start.
@@ -459,10 +475,10 @@ class Launcher(ABC):
             The outcomes of the ranks that this node has started, in rank order.
 
         Raises:
-            BaseException: what a rank raised first, as `distwrap.launch.outcome.raise_failure` does.
+            BaseException: what a rank raised first, as `distwrap.launch.outcome.raise_if_failed` does.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run().")
 
     @abstractmethod
-    def bring_home(self, job: Job, outcomes: Sequence[Any]) -> Any:
+    def collect_result(self, job: Job, outcomes: Sequence[Any]) -> Any:
         """Write what was trained into the caller's objects, and return what the decorated call returns."""

@@ -60,7 +60,7 @@ strategies: Registry[Strategy] = Registry(
     "distwrap.strategies",
     (
         ("ddp", "ddp:DDPStrategy", "one process a device, gradients averaged: torch's DistributedDataParallel"),
-        ("ddp2", "ddp2:DDP2Strategy", "one process a node over all its devices, gradients averaged across nodes"),
+        ("ddp2", "dp:DDP2Strategy", "one process a node over all its devices, gradients averaged across nodes"),
         ("dp", "dp:DPStrategy", "one process over all its devices, in threads: torch's DataParallel"),
         ("single", "single:SingleStrategy", "one process, one device"),
         ("zero1", "zero:ZeroStrategy", "ddp with the optimizer's state divided over the ranks"),
@@ -103,7 +103,7 @@ algorithms: Registry[Algorithm] = Registry(
         ),
         ("async", "asynchronous:AsyncAveraging", "weights averaged by the clock, in the background"),
         ("local_sgd", "replicas:LocalSGD", "weights averaged every few steps"),
-        ("diloco", "diloco:DiLoCo", "an outer step with momentum every few dozen steps"),
+        ("diloco", "replicas:DiLoCo", "an outer step with momentum every few dozen steps"),
     ),
     gone=REMOVED["algorithm"],
 )
@@ -115,10 +115,10 @@ precisions: Registry[Precision] = Registry(
     "precisions",
     "distwrap.precision",
     (
-        ("32", "base:FullPrecision", "float32, or whatever type the model has"),
-        ("bf16", "bf16:MixedBF16", "autocast to bfloat16"),
-        ("bf16-true", "bf16:TrueBF16", "weights and inputs in bfloat16"),
-        ("fp16", "fp16:MixedFP16", "autocast to float16, with scaled losses"),
+        ("32", "precisions:FullPrecision", "float32, or whatever type the model has"),
+        ("bf16", "precisions:MixedBF16", "autocast to bfloat16"),
+        ("bf16-true", "precisions:TrueBF16", "weights and inputs in bfloat16"),
+        ("fp16", "precisions:MixedFP16", "autocast to float16, with scaled losses"),
     ),
     # Spellings of Lightning ("16-mixed", 32) and of Accelerate ("no").
     aliases={
@@ -133,7 +133,7 @@ precisions: Registry[Precision] = Registry(
 
 launchers: Registry[Launcher] = Registry(
     "launcher",
-    ("count", "check", "plan", "run", "bring_home"),
+    ("count", "check", "plan", "run", "collect_result"),
     "launchers",
     "distwrap.launch",
     (
@@ -234,7 +234,7 @@ def register_precision(name: str, factory: Factory | str, description: str = "",
         OptionError: the name is not a word, or the factory cannot be called.
 
     Example:
-        >>> register_precision("brain", "distwrap.precision.bf16:MixedBF16", "autocast to bfloat16")
+        >>> register_precision("brain", "distwrap.precision.precisions:MixedBF16", "autocast to bfloat16")
         >>> available_precisions()["brain"]
         'autocast to bfloat16'
     """

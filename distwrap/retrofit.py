@@ -46,7 +46,10 @@ class Retrofitted:
         """Put what was trained into the original, where it has not been trained in place; every rank calls it."""
         strategy = bound_strategy(self.wrapped)
         replaced = isinstance(self.original, Optimizer) and self.wrapped is not self.original
-        if strategy is not None and (replaced or type(strategy).state is not Strategy.state):
+        is_own = strategy is not None and (
+            strategy.is_divided(self.wrapped) or type(strategy).state is not Strategy.state
+        )
+        if strategy is not None and (replaced or is_own):
             self.trained = strategy.state(self.wrapped, everywhere=True)
         divided = strategy is not None and strategy.shards and isinstance(self.original, Optimizer)
         changed = self.trained is not None and (self.wrapped is not self.original or divided)
@@ -77,20 +80,20 @@ class Retrofitted:
                     f"weights do not fit the caller's model, which was left as it was: {differing[0][0]!r} "
                     "differs. Return the model instead."
                 )
-            self._give_back(weights)
+            self._restore_original(weights)
             for module, flag in zip(self.original.modules(), training, strict=False):
                 module.training = flag
             for parameter, flag in zip(self.original.parameters(), trained, strict=False):
                 parameter.requires_grad_(flag)
         else:
-            self._give_back(state)
+            self._restore_original(state)
 
-    def _give_back(self, state: Any) -> None:
+    def _restore_original(self, state: Any) -> None:
         strategy = bound_strategy(self.wrapped)
         if strategy is None:
             self.original.load_state_dict(state)
         else:
-            strategy.give_back(self.original, self.wrapped, state)
+            strategy.restore_original(self.original, self.wrapped, state)
 
 
 def _shapes(state: dict[str, Any]) -> set[tuple[str, tuple[int, ...]]]:

@@ -85,8 +85,8 @@ CENTRAL = (
     Mutation(
         "the first cause",
         "launch/outcome.py",
-        "key=lambda outcome: (outcome.is_secondary, outcome.time)",
-        "key=lambda outcome: outcome.time",
+        "key=lambda failure: (failure.secondary, failure.time)",
+        "key=lambda failure: failure.time",
         ("tests/launch/test_failure_told.py", "tests/launch/test_supervisor.py"),
     ),
     Mutation(
@@ -105,9 +105,9 @@ CENTRAL = (
     ),
     Mutation(
         "a stall",
-        "supervision/stall_detection.py",
-        "return count == self._ranks and",
-        "return count > self._ranks and",
+        "supervision/observer.py",
+        "return standing == self._place.world_size and",
+        "return standing > self._place.world_size and",
         ("tests/supervision",),
     ),
     Mutation(

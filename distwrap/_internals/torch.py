@@ -3,23 +3,27 @@
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
+from __future__ import annotations
+
 import functools
-import importlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.utils.hooks import RemovableHandle
 
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
 from distwrap.garbage import collection_paused
-from distwrap.versions import TORCH, TORCH_SEEN
+from distwrap.versions import KEEPS_COUNTS_OF_MANY, TORCH, TORCH_SEEN
 
 DistributedDataParallel = nn.parallel.DistributedDataParallel
 
@@ -77,6 +81,32 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
     Without it: a change of a divided gradient is not noticed.
     """
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+    """Return a context that restores the version counters of tensors at its end.
+
+    Relies on ``torch.autograd:_unsafe_preserve_version_counter``.
+    Without it: ranks with different version counters are not compared when training pauses or ends.
+    """
+    keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    if keep is None or not tensors:
+        return nullcontext()
+    if KEEPS_COUNTS_OF_MANY:
+        return keep(tuple(tensors))  # type: ignore[no-any-return]
+    each = ExitStack()
+    for tensor in tensors:
+        each.enter_context(keep(tensor))
+    return each
+
+
+def profiler_runs() -> bool:
+    """Return whether a profiler of torch is running in this thread.
+
+    Relies on ``torch.autograd:_profiler_enabled``.
+    Without it: a trace within a profiler's run crashes.
+    """
+    return bool(getattr(torch.autograd, "_profiler_enabled", lambda: False)())
 
 
 # DistributedDataParallel
@@ -178,33 +208,72 @@ def size_of_group(name: str) -> int | None:
     return int(resolve(name).size()) if resolve is not None else None
 
 
+class _Watching(getattr(getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", nullcontext)):  # type: ignore[misc]
+    def __init__(self, look: Callable[[Any, tuple[Any, ...]], object]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look(func, args)
+        return func(*args, **(kwargs or {}))
+
+
 def watch_operators(look: Callable[[Any, tuple[Any, ...]], object]) -> AbstractContextManager[object]:
     """Call `look` with each operator and its arguments before it runs, within a ``with``.
 
     Relies on ``torch.utils._python_dispatch:TorchDispatchMode``.
     Without it: torch's own collectives are not refused in functions that only some ranks run.
     """
-    watching = _watching_mode()
-    return nullcontext() if watching is None else watching(look)
+    return _Watching(look)
 
 
-@functools.cache
-def _watching_mode() -> Callable[[Any], AbstractContextManager[object]] | None:
+def default_store() -> Store | None:
+    """Return the store in which the ranks of the process group met, or ``None`` if torch does not tell.
+
+    Relies on ``torch.distributed.distributed_c10d:_get_default_store``.
+    Without it: in a group that the user made nobody notices that a rank saves alone without the word.
+    """
+    found = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if found is None else found()
+
+
+def collectives_begun(group: dist.ProcessGroup | None = None) -> int | None:
+    """Return how many collectives this rank has begun in the group of all ranks, and in another one.
+
+    Relies on ``torch.distributed:ProcessGroup._get_sequence_number_for_group``.
+    Without it: fit_batch_size tries again although ranks have begun different numbers of collectives, and gradients
+    count as averaged by hand if they are equal on all ranks.
+
+    Returns:
+        The number; ``None`` without groups, or if a backend does not tell.
+    """
+    groups = {id(each): each for each in (dist.group.WORLD, group) if each is not None}
+    counts = [getattr(each, "_get_sequence_number_for_group", None) for each in groups.values()]
+    with suppress(RuntimeError):  # a backend that does not count
+        return sum(int(count()) for count in counts if count is not None) if any(counts) else None
+    return None
+
+
+def waits_for_ranks() -> list[tuple[Any, str]]:
+    """Return owners and names of torch's internal functions that wait for other ranks.
+
+    Relies on ``torch.distributed:_broadcast_coalesced``, ``torch.distributed._functional_collectives:wait_tensor``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard``.
+    Without it: a report counts such waits as part of the forward or backward.
+    """
+    found: list[tuple[Any, str]] = [(torch.futures.Future, "wait")]
+    if dist.is_available():
+        found += [(dist.Work, "wait"), (dist, "_broadcast_coalesced")]
+        units = getattr(_module("fsdp._fully_shard._fsdp_param_group"), "FSDPParamGroup", None)
+        found += [(_module("_functional_collectives"), "wait_tensor"), (units, "wait_for_unshard")]
+    return [(owner, name) for owner, name in found if hasattr(owner, name)]
+
+
+def _module(name: str) -> Any:
     try:
-        from torch.utils._python_dispatch import TorchDispatchMode
+        return import_module(f"torch.distributed.{name}")
     except ImportError:
         return None
-
-    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __init__(self, look: Callable[[Any, Any], object]) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self._look = look
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self._look(func, args)
-            return func(*args, **(kwargs or {}))
-
-    return Watching
 
 
 def foreach(operation: str, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -213,7 +282,7 @@ def foreach(operation: str, tensors: Sequence[torch.Tensor], *args: Any, **kwarg
     Relies on ``torch:_foreach_add``, ``torch:_foreach_add_``, ``torch:_foreach_addcdiv_``,
     ``torch:_foreach_addcmul_``, ``torch:_foreach_copy_``, ``torch:_foreach_div_``, ``torch:_foreach_lerp_``,
     ``torch:_foreach_mul_``, ``torch:_foreach_sqrt``.
-    Without it: the operation runs tensor by tensor, which takes longer.
+    Without it: AttributeError where gradients or weights are exchanged or rescaled.
 
     Args:
         operation: the name of a tensor method, as ``"mul_"``.
@@ -228,14 +297,7 @@ def foreach(operation: str, tensors: Sequence[torch.Tensor], *args: Any, **kwarg
         >>> foreach("add", [torch.ones(2)], [torch.ones(2)], alpha=2)
         [tensor([3., 3.])]
     """
-    together = getattr(torch, f"_foreach_{operation}", None)
-    if together is not None:
-        results = together(tensors, *args, **kwargs)
-    else:
-        each = [arg if isinstance(arg, (list, tuple)) else [arg] * len(tensors) for arg in args]
-        results = [
-            getattr(tensor, operation)(*values, **kwargs) for tensor, *values in zip(tensors, *each, strict=True)
-        ]
+    results = getattr(torch, f"_foreach_{operation}")(tensors, *args, **kwargs)
     return [] if operation.endswith("_") else list(results)
 
 
@@ -267,7 +329,7 @@ def import_compiler() -> None:
     with suppress(ImportError), collection_paused():
         import torch._dynamo  # noqa: F401 - importing it is the point
 
-        importlib.import_module("tabulate")  # where it is installed, the compiler imports it when each rank ends
+        import_module("tabulate")  # where it is installed, the compiler imports it when each rank ends
 
 
 # Modules and state dicts
@@ -277,11 +339,10 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
     """Return the classes whose buffers are running statistics.
 
     Relies on ``torch.nn.modules.batchnorm:_NormBase``.
-    Without it: only the public classes count, from which the user's own norms may not be derived.
+    Without it: buffers of torch's norms are not averaged.
     """
     base = getattr(nn.modules.batchnorm, "_NormBase", None)
-    batch = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    return (base,) if base is not None else (*batch, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    return () if base is None else (base,)
 
 
 def submodules(model: object) -> dict[str, nn.Module | None]:
@@ -338,19 +399,6 @@ def mark_steps_as_watched(optimizer: torch.optim.Optimizer) -> None:
 
     watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = watched  # type: ignore[method-assign]
-
-
-def act_for(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Let steps of one optimizer run the hooks of another, in whose place it steps, and count for its schedulers.
-
-    Relies on ``torch:optim.SGD([zeros(1)])._optimizer_step_pre_hooks``,
-    ``torch:optim.SGD([zeros(1)])._optimizer_step_post_hooks``.
-    Without it: step hooks of the other optimizer are not called.
-    """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if hasattr(other, name):
-            setattr(one, name, getattr(other, name))
-    one.register_step_post_hook(lambda *_: setattr(other, "_opt_called", True))
 
 
 def with_step_hooks(step: Any) -> Any:
@@ -412,3 +460,48 @@ def has_scaled(scaler: torch.amp.GradScaler) -> bool:
     Without it: each scaler counts as used.
     """
     return getattr(scaler, "_scale", scaler) is not None
+
+
+_NONE = object()  # where an attribute is that of a base class
+_CALLS = ("_call_impl", "_compiled_call_impl")
+
+
+@contextmanager
+def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes of modules and classes other values within a ``with``; what others put there meanwhile stays."""
+    own = [vars(owner).get(name, _NONE) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, value), before in zip(reversed(changes), reversed(own), strict=True):
+            if vars(owner).get(name) is not value:
+                continue
+            if before is _NONE:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def replace_calls(module: nn.Module, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the call of a module, that is its forward with all hooks, or the compiled version of that.
+
+    Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
+    Without it: strategy="pipeline" cannot be used.
+    """
+    for name in _CALLS:
+        if (call := getattr(module, name)) is not None:
+            vars(module)[name] = replaced(call)
+
+
+def put_back_calls(module: nn.Module, own: dict[str, Any]) -> None:
+    """Restore the call of a module from its attributes before the replacement.
+
+    Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
+    Without it: as for replace_calls.
+    """
+    for name in _CALLS:
+        vars(module).pop(name, None)
+        if name in own:
+            vars(module)[name] = own[name]

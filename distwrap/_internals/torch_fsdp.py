@@ -54,7 +54,7 @@ class GatheredUnits:
         self._model, self._on_exchange, self._on_gather, self._on_graph = model, on_exchange, on_gather, on_graph
         self._units, self._hidden = fsdp_groups(model), set[int]()
         self._params = [param for unit in self._units for param in unit.fsdp_params]
-        self._unmarked, self._left = self._params, list[tuple[Any, Any, int]]()
+        self._left = list[tuple[Any, Any, int]]()
         known = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [[known.get(id(param.sharded_param), "") for param in unit.fsdp_params] for unit in self._units]
         for number, unit in enumerate(self._units):
@@ -85,8 +85,6 @@ class GatheredUnits:
     def end(self) -> None:
         """Put the shards back on the modules after a forward, and free what no backward needs."""
         keep = torch.is_grad_enabled()
-        if self._unmarked:
-            self._mark_copies()
         for number, unit in enumerate(self._units):
             if unit.is_unsharded and keep:
                 self._hidden.add(number)
@@ -163,12 +161,6 @@ class GatheredUnits:
                 group.wait_for_unshard()
                 group._to_sharded()
 
-    def _mark_copies(self) -> None:
-        for param in self._unmarked:
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.distwrap_shard = param.sharded_param
-        self._unmarked = [param for param in self._unmarked if not hasattr(param, "_unsharded_param")]
-
     def _gather(self, number: int, unit: Any, unshard: Callable[[bool], None], async_op: bool = False) -> None:
         if torch.is_grad_enabled() and unit._training_state.name == "PRE_BACKWARD":
             self._on_graph()
@@ -238,8 +230,3 @@ def _is_kept(param: Any, grad: Any, version: int) -> bool:
     if param.sharded_param.grad is not grad or version_of(grad) != version:
         _drop_gradients(param)
     return has_unreduced(param)
-
-
-def shard_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the shard of a parameter that was gathered for a forward, or any other parameter itself."""
-    return getattr(parameter, "distwrap_shard", parameter)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
-from distwrap._internals.torch_calls import replaced
+from distwrap._internals.torch import replaced
 
 _DROPOUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
@@ -91,7 +91,7 @@ class _Cut(Subset[Any]):
 
 
 @contextmanager
-def batches_of(size: Callable[[int, Any], int], ranks: Callable[[], int], most: int = 0) -> Iterator[None]:
+def batches_of(sizes: Callable[[Any, int, Any], tuple[int, int]], most: int = 0) -> Iterator[None]:
     """Give each loader that is made within a ``with`` another batch size, and data that divide evenly among the ranks.
 
     What is left over after whole batches of all ranks is left out: a loader that shuffles drops it, and one in order
@@ -101,8 +101,8 @@ def batches_of(size: Callable[[int, Any], int], ranks: Callable[[], int], most: 
     Without it: a loop is proven with the batches that it has.
 
     Args:
-        size: returns the size on a rank for the one that the loop has said, and the data, ``None`` with a sampler.
-        ranks: returns how many share the data of a loader which has no sampler; 0 where it is left with its data.
+        sizes: returns, for a loader, the size that the loop has said, and the data, ``None`` with a sampler: the size
+            on a rank, and how many ranks share the data where there is no sampler; 0 where it is left with its data.
         most: number of batches of all ranks after which data are cut off, where they can be; 0 where they are not.
     """
     real = DataLoader.__init__
@@ -112,8 +112,8 @@ def batches_of(size: Callable[[int, Any], int], ranks: Callable[[], int], most: 
         self: Any, dataset: Any, batch_size: Any = 1, shuffle: Any = None, sampler: Any = None, *args: Any, **kw: Any
     ) -> None:
         if batch_size is not None and kw.get("batch_sampler") is None and not any(args[:1]):
-            batch_size = size(batch_size, dataset if sampler is None else None)
-            whole = batch_size * ranks()
+            batch_size, ranks = sizes(self, batch_size, dataset if sampler is None else None)
+            whole = batch_size * ranks
             if isinstance(sampler, DistributedSampler):
                 if most:
                     options = {name: getattr(sampler, name) for name in ("rank", "shuffle", "seed", "drop_last")}

@@ -1,30 +1,44 @@
-"""Private names of torch by which several ranks can live in one process, each with groups of its own.
+"""Private names of torch by which several ranks can live in one process, each with groups and a device of its own.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import signal
+import sys
 import threading
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
 from importlib import import_module
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 from unittest import mock
 from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import device_mesh, distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
 
-from distwrap._internals.torch_calls import replaced
+from distwrap._internals.torch import replaced
+from distwrap.errors import LaunchError
 
 BACKEND = "simulated"
+_TYPES = ("cuda", "xpu", "mps", "hpu", "npu")
+_NAMES = ("device", "devices", "device_type", "map_location")  # of arguments that name devices
+_LEFT_OUT = ("device_ids", "output_device", "device_id")
+_BYTES = 1 << 34  # of a device that is not there
+
+Answers = list[tuple[Any, str, Any]]
 
 
 def group_tables() -> list[tuple[Any, str]]:
@@ -52,8 +66,7 @@ def hook_tables() -> list[tuple[Any, str]]:
     return [(module, name) for module, name in names if isinstance(getattr(module, name), dict)]
 
 
-@contextmanager
-def answering(answers: Sequence[tuple[Any, str, Callable[..., Any]]], when: Callable[[], bool]) -> Iterator[None]:
+def _answering(answers: Sequence[tuple[Any, str, Any]], when: Callable[[], bool]) -> AbstractContextManager[None]:
     """Let functions be others within a ``with`` where a condition holds, and classes others.
 
     Args:
@@ -62,17 +75,13 @@ def answering(answers: Sequence[tuple[Any, str, Callable[..., Any]]], when: Call
     """
 
     def answered(real: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(answer, type):
-            return answer
-
         @wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
             return answer(real, *args, **kwargs) if when() else real(*args, **kwargs)
 
-        return call
+        return answer if isinstance(answer, type) else call
 
-    with replaced([(owner, name, answered(getattr(owner, name), answer)) for owner, name, answer in answers]):
-        yield
+    return replaced([(owner, name, answered(getattr(owner, name), answer)) for owner, name, answer in answers])
 
 
 @contextmanager
@@ -99,7 +108,7 @@ def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
     scheduler, simulated = simulation.scheduler, dist.Backend(BACKEND)
 
     def meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        said = {name: os.environ[name.upper()] for name in ("rank", "world_size")} | dict(
+        said = {name.lower(): os.environ[name] for name in ("RANK", "WORLD_SIZE")} | dict(
             parse_qsl(urlparse(url).query)
         )
         yield store, int(said["rank"]), int(said["world_size"])
@@ -118,22 +127,21 @@ def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
         return real(number, handler) if is_main else signal.getsignal(number)
 
     def make_module(real: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        simulation.note_maker(module)
+        simulation.makers[id(module)] = simulation.rank()
         real(module, *args, **kwargs)
 
-    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+    answers: Answers = [
         (c10d, "_new_process_group_helper", make_group),
         (time, "sleep", lambda _, seconds: scheduler.sleep(seconds)),
-        (os, "_exit", lambda *_: scheduler.kill()),
+        (os, "_exit", lambda _, code: scheduler.kill() if code else sys.exit()),
         (os, "kill", lambda real, *to: scheduler.kill() if to == (os.getpid(), signal.SIGKILL) else real(*to)),
         (signal, "signal", set_signal),
         *((nn.Module, name, make_module) for name in ("__init__", "__setstate__")),
         *((time, name, lambda now: now() + scheduler.slept) for name in ("monotonic", "time", "perf_counter")),
     ]
-    handlers = dict.fromkeys(("env", "tcp", "file"), meet)
     with (
-        answering(answers, simulation.is_rank),
-        mock.patch.dict(rendezvous._rendezvous_handlers, handlers),
+        _answering(answers, simulation.is_rank),
+        mock.patch.dict(rendezvous._rendezvous_handlers, dict.fromkeys(("env", "tcp", "file"), meet)),
         torch.compiler.set_stance("force_eager"),
     ):
         isolate(True)
@@ -141,3 +149,162 @@ def simulated_torch(simulation: Any, store: Any) -> Iterator[None]:
             yield
         finally:
             isolate(False)
+
+
+class OneDevice(TorchFunctionMode):
+    """Mode of a rank's thread in which each accelerator that a call names is the one device that there is.
+
+    Relies on ``torch._C._nn:_parse_to``.
+    Without it: ``module.to(0)`` of a simulated rank asks for a device that is not there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.is_cpu = device, device.type == "cpu"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "cuda" or (self.is_cpu and name in ("xpu", "pin_memory")):
+            return args[0].to(self.device)
+        if self.is_cpu and name == "cpu":  # a copy, as of a device: later changes are not those of what was kept
+            return args[0].clone()
+        if name in ("to", "_parse_to"):
+            first = int(name == "to")  # after the tensor itself
+            args = (*args[:first], *map(self.of, args[first:]))
+        kwargs = {key: self.of(value) if key == "device" else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+    def of(self, value: Any) -> Any:
+        """Return a value in which an accelerator's name or number, or a list of them, is the device of all ranks."""
+        if isinstance(value, dict):  # of devices, for `torch.load`
+            return lambda storage, _: storage
+        if isinstance(value, (list, tuple, range)):
+            return [self.device] * (len(value) > 0 and not self.is_cpu)
+        if isinstance(value, str):
+            return self.device.type if value.partition(":")[0] in _TYPES else value
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return self.device if is_number or getattr(value, "type", "") in _TYPES else value
+
+    def renamed(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that a mode does not see with the device of all ranks."""
+        given = inspect.signature(real).bind(*args, **kwargs)
+        named = {name: value for name, value in given.arguments.items() if name in (*_NAMES, *_LEFT_OUT)}
+        given.arguments |= {name: self.of(value) if name in _NAMES else None for name, value in named.items()}
+        return real(*given.args, **given.kwargs)
+
+
+class _Nothing(nullcontext[Any]):
+    """Stream, event or the like that does nothing: on the CPU all is done where it is called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(self)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: {"elapsed_time": 0.0, "query": True}.get(name)
+
+
+def _give(answer: Any, *_: Any, **__: Any) -> Any:
+    return answer() if callable(answer) else answer
+
+
+def _answers(ranks: int, rank: Callable[[], int], *, is_cpu: bool) -> dict[str, Any]:
+    """Return what names of ``torch.cuda`` and ``torch.accelerator`` give: a value, what a function returns, or a class.
+
+    On the CPU all other functions give nothing.
+    """
+    answers: dict[str, Any] = {
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), rank),
+        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx")),
+        "device_count": ranks,
+        "current_accelerator": torch.device("cuda"),
+        "get_device_name": "a simulated device",
+        "get_device_capability": (8, 0),
+        "device_index": _Nothing,
+    }
+    if is_cpu:
+        answers |= dict.fromkeys(("stream", "current_stream", "default_stream"), _Nothing)
+        answers |= dict.fromkeys(("mem_get_info", "get_memory_info"), (_BYTES, _BYTES))
+        said = SimpleNamespace(name="a simulated device", total_memory=_BYTES, major=8, minor=0)
+        answers |= {"get_device_properties": said, "memory_stats": Counter}
+        # Classes that differ, since torch.compile keeps tables of them.
+        answers |= {name: type(name, (_Nothing,), {}) for name in ("Stream", "Event", "device", "device_of")}
+    return answers
+
+
+@contextmanager
+def answered_for_ranks(
+    is_users: Callable[[str], bool], ranks: int, rank: Callable[[], int], mode: OneDevice
+) -> Iterator[None]:
+    """Answer the user's code within a ``with`` as if each rank had an accelerator of its own.
+
+    torch's own code sees what is there; what a version of torch lacks is left out.
+
+    Relies on ``torch.accelerator:current_device_index``, ``torch.nn.parallel:DistributedDataParallel.__init__``,
+    ``torch.nn.parallel:DistributedDataParallel._passing_sync_batchnorm_handle``.
+    Without it: a script that names what a version lacks fails as it would there.
+
+    Args:
+        is_users: returns whether a file is the user's own.
+        ranks: their number, which is that of the devices.
+        rank: returns the rank of this thread.
+        mode: of the ranks' threads, with the device of all.
+    """
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, mode.of(device))  # type: ignore[call-arg]
+
+    ddp: Any = nn.parallel.DistributedDataParallel
+    nothing = partial(_give, None)
+    always: Answers = [(torch, "Generator", Generator), (torch.multiprocessing, "spawn", _refuse_spawn)]
+    takers: list[tuple[Any, str]] = [
+        (dist, "init_process_group"),
+        (torch, "load"),
+        (torch, "set_default_device"),
+        (torch.random, "fork_rng"),
+    ]
+    takers += [(ddp, "__init__"), (device_mesh.DeviceMesh, "__init__")]
+    always += [(owner, name, mode.renamed) for owner, name in takers]
+    if mode.is_cpu:  # whose parsers of arguments refuse our streams before a mode sees the call
+        always += [(torch.Tensor, "record_stream", nothing), (nn.SyncBatchNorm, "forward", _normalize)]
+        always += [(ddp, "_passing_sync_batchnorm_handle", nothing)]
+        always += [(torch.cuda.nvtx, name, nothing) for name in ("range_push", "range_pop", "mark")]
+    of_scripts: Answers = []
+    answers = _answers(ranks, rank, is_cpu=mode.is_cpu)
+    for module in (torch.cuda, torch.accelerator):
+        for name, real in vars(module).items():
+            # Graphs are refused by torch itself.
+            if name in answers or (mode.is_cpu and inspect.isroutine(real) and not re.search("^_|graph", name)):
+                answer = answers.get(name, 0 if name.startswith(("memory_", "max_memory_")) else None)
+                of_scripts.append((module, name, answer if inspect.isclass(real) else partial(_give, answer)))
+
+    def asks() -> bool:
+        return is_users(sys._getframe(2).f_code.co_filename)
+
+    with warnings.catch_warnings(), _answering(always, lambda: True), _answering(of_scripts, asks):
+        warnings.filterwarnings("ignore", "Attempted to get default timeout for nccl")
+        yield
+
+
+def _normalize(_: Any, self: Any, x: Any) -> Any:
+    """Be ``SyncBatchNorm.forward`` on the CPU, where torch has none: normalize the batches of all ranks together."""
+    if not (self.training and dist.is_initialized()):
+        return nn.BatchNorm1d.forward(self, x)
+    functional: Any = import_module("torch.distributed.nn.functional")  # takes the default group of its import
+    group, size, rank = self.process_group, dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([len(x)]), group=group)
+    rows = [x.new_empty(int(count), *x.shape[1:]) for count in counts]
+    rows = functional.all_to_all(rows, [x] * size, group=group)
+    y: Any = nn.BatchNorm1d.forward(self, torch.cat(rows))
+    return y.split([len(row) for row in rows])[rank]
+
+
+def _refuse_spawn(*_: Any, **__: Any) -> NoReturn:
+    raise LaunchError(
+        "a simulated rank cannot start ranks by torch.multiprocessing.spawn. Call the function that it starts from the "
+        "script, as torchrun's ranks do, or simulate that function by distwrap.testing.simulate(fn, nprocs)."
+    )

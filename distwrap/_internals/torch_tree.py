@@ -12,12 +12,9 @@ from typing import Any, Literal
 
 import torch
 
-from distwrap.nesting import rebuilt, refilled
+from distwrap.nesting import refilled
 
-_pytree: Any = None
-with suppress(ImportError):
-    from torch.utils import _pytree
-
+_pytree: Any = getattr(torch.utils, "_pytree", None)
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, NoneType, torch.Size, torch.dtype, torch.device})
 _CLOSED = (torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
@@ -37,7 +34,7 @@ def map_tensors(
     attributes, but not into modules and optimizers.
 
     Relies on ``torch.utils._pytree:tree_flatten``, ``torch.utils._pytree:tree_unflatten``.
-    Without it: registered classes are treated like other objects.
+    Without it: AttributeError in forwards of other types than the model's, on devices and in checks.
 
     Args:
         change: called once with each tensor.
@@ -131,38 +128,28 @@ def _attributes(part: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(part, name)
 
 
-def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    return rebuilt(value, lambda part, path: part if isinstance(part, (list, tuple, dict)) else change(part))
-
-
 def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Return the leaves of a nesting, and the structure for `tree_unflatten`; `is_leaf` may add leaves.
 
     Relies on ``torch.utils._pytree:tree_flatten``.
-    Without it: as for tree_map.
+    Without it: AttributeError in `gather` and the like.
     """
-    if _pytree is not None:
-        return _pytree.tree_flatten(value, is_leaf)  # type: ignore[no-any-return]
-    leaves: list[Any] = []
-    numbered = _plain_tree_map(lambda leaf: (leaves.append(leaf), len(leaves) - 1)[1], value)  # type: ignore[func-returns-value]
-    return leaves, numbered
+    return _pytree.tree_flatten(value, is_leaf)  # type: ignore[no-any-return]
 
 
 def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     """Rebuild a nesting from its leaves and the structure that `tree_flatten` has returned.
 
     Relies on ``torch.utils._pytree:tree_unflatten``.
-    Without it: as for tree_map.
+    Without it: as for tree_flatten.
     """
-    if _pytree is not None:
-        return _pytree.tree_unflatten(leaves, structure)
-    return _plain_tree_map(lambda number: leaves[number], structure)
+    return _pytree.tree_unflatten(leaves, structure)
 
 
 def tree_leaves(value: Any) -> list[Any]:
     """Return the leaves of a nesting.
 
     Relies on ``torch.utils._pytree:tree_leaves``.
-    Without it: as for tree_map.
+    Without it: as for tree_flatten.
     """
-    return _pytree.tree_leaves(value) if _pytree is not None else tree_flatten(value)[0]
+    return _pytree.tree_leaves(value)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
-from distwrap._internals.torch_groups import collectives_begun, default_store
+from distwrap._internals.torch import collectives_begun, default_store
 from distwrap.errors import CheckpointError, CollectiveError
 from distwrap.group.collectives import gather_object
 from distwrap.group.failures import is_secondary
@@ -136,16 +136,8 @@ class SaveMeetings(RunPart):
 
     def _wait_for_all(self, key: str, target: int, what: str, way_out: str, asked: Iterator[int]) -> None:
         """Wait as long as it takes, while the others can come."""
-        channel = self._world.channel
-        if channel is not None:
-            channel.stalls.excuse(True)
-            channel.work.worker = 0 if self._rank else -1  # for the notice of a wait
-        try:
+        with self._world.part(Activity).waiting("work", (0,) if self._rank else (), timed=False):
             self._wait(key, target, what, way_out, asked)
-        finally:
-            if channel is not None:
-                channel.stalls.excuse(False)
-                channel.work.worker = -1
 
     def _wait(self, key: str, target: int, what: str, way_out: str, asked: Iterator[int]) -> None:
         store, pause, patience, waited = self._store(), pause_between_looks(self._ranks), ASK_SECONDS, 0.0
@@ -167,7 +159,7 @@ class SaveMeetings(RunPart):
             return
         if not ahead and wait is None:
             return
-        if not ahead and not (wait is not None and wait.kind == "work" and self._is_here(wait.worker)):
+        if not ahead and not (wait is not None and wait.kind == "work" and any(map(self._is_here, wait.peers))):
             missing = [other for other in range(self._ranks) if not self._is_here(other)]
             found = (self._position(other, what, way_out)[1] for other in missing)
             if not all(each is not None and each.seconds > STUCK_SECONDS for each in found):
@@ -233,9 +225,7 @@ def problem_in_words(error: BaseException) -> str:
 
 def failure(words: str, follows: bool) -> CheckpointError:
     """Return an error with words that all ranks have; `follows` says whether it follows from another failure."""
-    told = CheckpointError(words)
-    told.is_secondary = follows
-    return told
+    return CheckpointError(words, secondary=follows)
 
 
 def _first(problems: list[tuple[str, bool]]) -> tuple[str, bool]:

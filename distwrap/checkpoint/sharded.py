@@ -227,6 +227,4 @@ def _as_checkpoint_error() -> Iterator[None]:
         except CheckpointException as error:
             failures = [(rank, failure) for rank, (failure, _) in error.failures.items()] or [(0, error)]
             rank, first = min(failures, key=lambda failure: is_secondary(failure[1]))
-            told = CheckpointError(f"rank {rank}: {first}")
-            told.is_secondary = is_secondary(first)
-            raise told from error
+            raise CheckpointError(f"rank {rank}: {first}", secondary=is_secondary(first)) from error

@@ -55,6 +55,11 @@ COMMANDS = {
         "run a script on several ranks in this process, for a debugger; a deadlock is an error at once",
         ("-n 8 train.py", "-n 4 train.py -- --epochs 1"),
     ),
+    "run": Command(
+        "run",
+        "run a script that calls distwrap's functions on several ranks, without a decorator in it",
+        ("-n 4 train.py", "-n 2 --strategy fsdp train.py -- --epochs 1"),
+    ),
     "report": Command(
         "report", "print again where the time of a run went, from the file that it wrote", ("times.json",)
     ),

@@ -19,7 +19,7 @@ from distwrap.devices.selection import visible_devices
 from distwrap.environments import Placement, detect
 from distwrap.environments.variables import variables_set
 from distwrap.errors import DistwrapError, OptionError
-from distwrap.launch.other_callers import NodeSummary
+from distwrap.launch.peer_launchers import NodeSummary
 
 TIMEOUT_SECONDS = 60.0
 

@@ -21,8 +21,7 @@ from distwrap.model.empty import init_empty
 from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import memory_of
-from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, estimate, estimate_stages, optimizer
+from distwrap.strategies.estimate import Need, estimate, fit, optimizer, recommended
 from distwrap.wording import as_size, first_line, unknown_name
 
 _COLUMNS = ("parameters", "gradients", "buckets", "optimizer", "gathered", "total")
@@ -74,7 +73,10 @@ def run(given: argparse.Namespace) -> int:
     batch = [input_of(each) for each in given.batch or ()]
     model = model_of(given.model, [_value(text) for text in given.args], _kwargs(given.kwargs))
     needs = estimate(model, ranks, nprocs, in_precision, make)
-    others = [Need("tp", why_not="as its plan= divides the layers"), estimate_stages(model, ranks, in_precision, make)]
+    others = [
+        Need("tp", why_not="as its plan= divides the layers"),
+        Need("pipeline", why_not="as its stages divide blocks"),
+    ]
     activations, remark = _activations(in_precision.precision.weights(model), batch, in_precision)
     choice = recommended(needs, memory, activations)
     numbers = sum(parameter.numel() for parameter in model.parameters())

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from distwrap._version import __version__
 from distwrap.devices import cpus, selection
-from distwrap.devices.kinds import kind_of_torch, unused_devices
-from distwrap.devices.vendors import VENDORS
+from distwrap.devices.kinds import VENDORS, kind_of_torch, unused_devices
 from distwrap.environments import Node, Placement, detect, explain
 from distwrap.errors import DistwrapError
 from distwrap.launch import fork_safety

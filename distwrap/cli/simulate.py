@@ -35,7 +35,7 @@ def arguments_of_script(given: argparse.Namespace) -> list[str]:
 
 def run(given: argparse.Namespace) -> int:
     """Run the script, and return 1 if a rank has failed, or none can go on."""
-    from distwrap.testing.simulation.script import failure_of
+    from distwrap.testing.simulation.simulation import failure_of
 
     ranks, words = AT_LEAST_ONE("-n", given.nprocs), arguments_of_script(given)
     failure = failure_of(given.script, ranks, words, schedule=given.schedule)

@@ -1,14 +1,13 @@
 """Algorithms of ``comm=``, by which ranks exchange gradients in few bytes, or weights now and then."""
 
 from distwrap.comm.asynchronous import AsyncAveraging as AsyncAveraging
-from distwrap.comm.base import Algorithm as Algorithm, Averager as Averager, Bucket as Bucket
-from distwrap.comm.consolidation import (
-    Consolidated as Consolidated,
-    consolidate as consolidate,
-    pause as pause,
-    traffic as traffic,
+from distwrap.comm.base import (
+    Algorithm as Algorithm,
+    Averager as Averager,
+    Bucket as Bucket,
+    Link as Link,
+    Traffic as Traffic,
 )
-from distwrap.comm.diloco import DiLoCo as DiLoCo
 from distwrap.comm.gradients import (
     BF16 as BF16,
     FP16 as FP16,
@@ -18,11 +17,18 @@ from distwrap.comm.gradients import (
     PowerSGD as PowerSGD,
     TopK as TopK,
 )
-from distwrap.comm.link import Link as Link, Traffic as Traffic
 from distwrap.comm.qadam import QAdam as QAdam
 from distwrap.comm.replicas import (
     Decentralized as Decentralized,
+    DiLoCo as DiLoCo,
     LocalSGD as LocalSGD,
     LowPrecisionDecentralized as LowPrecisionDecentralized,
 )
-from distwrap.comm.weights import WeightAlgorithm as WeightAlgorithm, WeightExchange as WeightExchange
+from distwrap.comm.weights import (
+    Consolidated as Consolidated,
+    WeightAlgorithm as WeightAlgorithm,
+    WeightExchange as WeightExchange,
+    consolidate as consolidate,
+    pause as pause,
+    traffic as traffic,
+)

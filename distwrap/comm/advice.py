@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distwrap.comm.base import Averager, Bucket
+from distwrap.comm.base import Averager, Bucket, Link, Traffic
 from distwrap.comm.compressed import CompressedMean
-from distwrap.comm.link import Link, Traffic
 from distwrap.comm.qadam import QAdam
 from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from distwrap.checks import whole
-from distwrap.comm.base import option
+from distwrap.comm.base import Link, option
 from distwrap.comm.exchange import PATIENCE
-from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
-from distwrap.devices.streams import Given, SideStream
+from distwrap.devices.kinds import Given, SideStream
 from distwrap.errors import CollectiveTimeoutError
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel

@@ -15,9 +15,8 @@ from torch.futures import Future
 from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import after_backward, current_backward
-from distwrap.comm.base import Algorithm
-from distwrap.comm.link import Link, Traffic
-from distwrap.devices.streams import SideStream
+from distwrap.comm.base import Algorithm, Link, Traffic
+from distwrap.devices.kinds import SideStream
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, say
 from distwrap.model.distributed import DistributedModel

@@ -17,11 +17,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from distwrap.checks import fraction, whole
-from distwrap.comm.base import Algorithm, Averager, Bucket, option
-from distwrap.comm.codecs import Cast, MinMax8
-from distwrap.comm.compressed import CompressedMean, Residuals
+from distwrap.comm.base import Algorithm, Averager, Bucket, Link, option
+from distwrap.comm.compressed import Cast, CompressedMean, MinMax8, Residuals
 from distwrap.comm.exchange import Exchange
-from distwrap.comm.link import Link
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling

@@ -23,9 +23,11 @@ from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensors_apart import as_bytes, of_bytes, put_together, take_apart
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
 from distwrap.wording import first_line
 
+stacks.LOOPS[__file__] = "DataLoader"
 READER = 0
 _ALIGNED = 64  # bytes, at multiples of which each tensor of a message begins
 
@@ -168,8 +170,10 @@ def _received(group: DispatchGroup) -> tuple[_Turn, Any]:
         return turn, _unpacked(message)
     text, error = verify(message.numpy().tobytes(), run_secret(), READER)
     if error is None:
-        raise LoaderError(text)
-    raise error from WorkerError(text, rank=READER)  # by which the reader's own failure is known as the first
+        raise LoaderError(text, secondary=True)
+    raise error from WorkerError(
+        text, rank=READER, secondary=True
+    )  # by which the reader's own failure is known as the first
 
 
 def _failure(error: Exception) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from distwrap._internals.torch_groups import collectives_begun
+from distwrap._internals.torch import collectives_begun
 from distwrap.checks import SECONDS, whole
 from distwrap.data.votes import Votes
 from distwrap.errors import CollectiveError, OptionError

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from distwrap._internals.datasets import is_split_by_node
+from distwrap._internals.packages import is_split_by_node
 from distwrap._internals.torch_data import show_worker_info, worker_info_shown
 from distwrap.errors import LoaderError
 from distwrap.seeding import GENERATORS, BorrowedRandomness, mix, seed_generators

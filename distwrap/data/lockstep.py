@@ -24,12 +24,14 @@ from distwrap.errors import LoaderError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.world import RunPart, World, current_world, is_first_time, say
+from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
 from distwrap.wording import named_ranks
 
 Batch = TypeVar("Batch")
 Uneven = Literal["shortest", "pad", "empty"]
 
+stacks.LOOPS[__file__] = "lockstep"
 _NOTHING: Any = object()
 _IN_WINDOW = 2
 # The name of the loop, and what to do where a rank ran out of data, for the line about it.

@@ -78,15 +78,6 @@ def thread_times(thread: int | None = None) -> tuple[float, float] | None:
     return ran / 1e9, queued / 1e9
 
 
-def processor_name() -> str | None:
-    """Return the name of the host's CPUs; ``None`` where the system tells nothing."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return None
-
-
 def too_many_ranks(count: int, cpus: int) -> str:
     """Return in words that ranks are too many for the CPUs of this node; empty where they are not.
 

@@ -6,19 +6,57 @@ one, an accelerator is treated as `torch.accelerator` treats any.
 
 import importlib
 import traceback
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from distwrap._internals.torch import on_first_use
 from distwrap.devices.cpus import allowed_memory
-from distwrap.devices.vendors import VENDORS
 from distwrap.errors import OptionError
 from distwrap.name_table import Registry
 from distwrap.versions import ASKS_WITHOUT_DRIVER
+
+
+class Vendor(NamedTuple):
+    """A type of accelerator of another maker than NVIDIA, for messages; what torch does with one is asked of torch.
+
+    Attributes:
+        maker: what it is called, for messages.
+        package: the one that makes torch know it, as one imports it; empty where torch does by itself.
+        visible_by: the variable that says which of its devices a process sees.
+        source: where that is documented.
+        collectives: the module that brings its process groups' backend, where the package does not.
+        has_float64: whether all of its devices compute with numbers of 64 bits, as far as torch's package is to know.
+    """
+
+    maker: str
+    package: str
+    visible_by: str
+    source: str
+    collectives: str = ""
+    has_float64: bool = True
+
+
+_DOCS = "https://docs.pytorch.org/docs/stable/notes"
+
+# habana's HABANA_VISIBLE_DEVICES is read by the container runtime alone; HCCL's table of types has no float64.
+VENDORS = {
+    "xpu": Vendor("Intel's GPUs", "", "ZE_AFFINITY_MASK", f"{_DOCS}/get_start_xpu.html"),
+    "hpu": Vendor("Intel's Gaudi", "habana_frameworks.torch", "HABANA_VISIBLE_MODULES",
+        "https://docs.habana.ai/en/latest/PyTorch/", "habana_frameworks.torch.distributed.hccl", has_float64=False),
+    "npu": Vendor("Huawei's Ascend", "torch_npu", "ASCEND_RT_VISIBLE_DEVICES", "https://github.com/Ascend/pytorch",
+        has_float64=False),
+    "mlu": Vendor("Cambricon's MLU", "torch_mlu", "MLU_VISIBLE_DEVICES", "https://github.com/Cambricon/torch_mlu"),
+    "musa": Vendor("Moore Threads' GPUs", "torch_musa", "MUSA_VISIBLE_DEVICES",
+        "https://github.com/MooreThreads/torch_musa"),
+    "xla": Vendor("Google's TPUs", "torch_xla", "TPU_VISIBLE_CHIPS", "https://docs.pytorch.org/xla/"),
+    "mps": Vendor("Apple's GPUs", "", "", f"{_DOCS}/mps.html", has_float64=False),
+}  # fmt: skip
+
 
 _first_uses: dict[str, str] = {}  # by type, the lines of the stack
 
@@ -261,3 +299,69 @@ def unused_devices() -> list[str]:
         except OptionError as error:  # a package that the program may not need
             remarks.append(str(error))
     return [remark for remark in remarks if remark]
+
+
+class Given(NamedTuple):
+    """A tensor, and when it is ready."""
+
+    tensor: torch.Tensor
+    moment: Any
+
+
+class SideStream:
+    """A stream of a device, for a thread beside the program's; on the CPU, and where a device has no streams, nothing.
+
+    In the program's own stream its work would wait for whatever that waits for, as a collective to which other ranks
+    have not come yet; and the program would wait for it.
+
+    Args:
+        device: on which the stream is.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = kind_of(device).streams()
+        self._stream: Any = None if self._module is None else self._module.Stream(device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Give what this thread does within a ``with`` to this stream."""
+        if self._module is None:
+            yield
+            return
+        with self._module.stream(self._stream):
+            yield
+
+    def moment(self) -> Any:
+        """Return what `wait` waits for: all that the current stream of this thread was given until now."""
+        if self._module is None:
+            return None
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def wait(self, moment: Any) -> None:
+        """Let the current stream of this thread wait for a moment of another."""
+        if self._module is not None and moment is not None:
+            self._module.current_stream(self._device).wait_event(moment)
+
+    def reached(self, moment: Any) -> bool:
+        """Return whether the device has come to a moment."""
+        return moment is None or bool(moment.query())
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor that another stream has made until the current one has used it."""
+        if self._module is not None:
+            tensor.record_stream(self._module.current_stream(self._device))
+
+    def given(self, tensor: torch.Tensor) -> Given:
+        """Return a tensor of the current stream for one who is in another."""
+        return Given(tensor, self.moment())
+
+    def taken(self, given: Given) -> torch.Tensor:
+        """Return a tensor that another stream has given, for the current one."""
+        self.wait(given.moment)
+        self.uses(given.tensor)
+        return given.tensor

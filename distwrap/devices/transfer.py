@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_autograd import hooks_kept
 from distwrap._internals.torch_tree import map_tensors
-from distwrap.devices.kinds import kind_of
-from distwrap.devices.streams import SideStream
+from distwrap.devices.kinds import SideStream, kind_of
 from distwrap.errors import ModelError
 from distwrap.live_objects import instances
 

@@ -1,11 +1,9 @@
 """Failures of this rank: find the cause, and report it to the other ranks."""
 
 import os
-import re
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -21,6 +19,7 @@ from distwrap.errors import (
 )
 from distwrap.group.world import active_world
 from distwrap.supervision import stacks
+from distwrap.supervision.failure import Failure
 
 FIRST_FAILURE_SECONDS = 1.5  # for the word of a rank that failed first
 LAUNCHER_SECONDS = 0.5  # for whoever started the ranks to notice it before this rank's end
@@ -33,24 +32,11 @@ _LOST_PEER = (
     "Socket closed",
     "Socket Timeout",
     "connectFullMesh",
-    "NCCL",
-    "XCCL",  # Intel's
-    "HCCL",  # Ascend's and Gaudi's
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
     "remote process exited",
     "Failed to recv",
     "Horovod has been shut down",
-)
-
-# In what a rank says that fails because of another one, which it names.
-NAMED = "failed first: "
-
-# What is raised on the ranks that wait for one that fails: our other errors are no secondary failures.
-_OF_ANOTHER = re.compile(
-    r"distwrap\.errors\.WorkerError: rank \d+"
-    rf"( on \S+ lost the connection to a rank that {NAMED}"
-    r"|(, which goes first, failed| ended) inside | waits for the work of rank \d+, which has failed)"
-    r"|distwrap\.errors\.CollectiveError: rank \d+: ranks? [\d, and-]+ of this pipeline raised "
-    r"|distwrap\.errors\.(Worker|Loader)Error: rank \d+, which reads for all ranks "
 )
 
 # What torch says when not all ranks came to a collective in time.
@@ -72,28 +58,23 @@ _PIPES = tuple(os.path.join("multiprocessing", file) for file in ("connection.py
 def is_secondary(error: BaseException) -> bool:
     """Return whether an error only follows from a lost peer, or from another rank's failure.
 
-    Only torch's own words count, and those of our errors. What is raised while such an error is handled follows too.
+    Our errors say so themselves; of others only torch's own words count. What is raised while such an error is handled
+    follows too.
     """
     earlier: BaseException | None = error
     seen: set[int] = set()  # a chain may lead back, as where a cause is raised in place of what it has caused
     while earlier is not None and id(earlier) not in seen:
         seen.add(id(earlier))
-        ours = isinstance(earlier, DistwrapError)
-        if words_are_secondary(in_words(earlier)) and (ours or _is_of_exchange(earlier)):
+        if getattr(earlier, "secondary", False) is True or _lost_a_peer(earlier):
             return True
-        if isinstance(earlier, CheckpointError) and earlier.is_secondary:
-            return True
-        if ours and not isinstance(earlier, CheckpointError):  # which tells of any error of a save or a load
-            return False
+        if isinstance(earlier, DistwrapError) and not isinstance(earlier, CheckpointError):
+            return False  # which tells of any error of a save or a load
         earlier = earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)
     return False
 
 
-def words_are_secondary(words: str) -> bool:
-    """Return whether the words of an error of torch's, or of ours, tell of a lost peer or another rank's failure."""
-    if _OF_ANOTHER.match(words):
-        return True
-    return not words.startswith("distwrap.") and any(lost in words for lost in _LOST_PEER)
+def _lost_a_peer(error: BaseException) -> bool:
+    return _is_of_exchange(error) and any(lost in str(error) for lost in _LOST_PEER)
 
 
 def explained(error: BaseException) -> BaseException:
@@ -129,13 +110,16 @@ def explained(error: BaseException) -> BaseException:
             f"one:\n{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order: "
             "look for a branch that differs between ranks."
         )
-    elif words_are_secondary(text) and not channel.supervised:
+    elif _lost_a_peer(error) and not channel.supervised:
         first = channel.failures.wait_for_cause(FIRST_FAILURE_SECONDS)
         if first is None:
             return error
         time.sleep(LAUNCHER_SECONDS)
         better = WorkerError(
-            f"{here} lost the connection to a rank that {NAMED}{first}", rank=first.rank, host=first.host
+            f"{here} lost the connection to a rank that failed first: {first}",
+            rank=first.rank,
+            host=first.host,
+            secondary=True,
         )
     else:
         return error
@@ -157,14 +141,19 @@ def _fetches_a_batch(error: BaseException) -> bool:
     return from_pipe and stacks.locate(lines)[0] == "DataLoader"
 
 
+def of_rank(rank: int, error: BaseException) -> Failure:
+    """Return the failure of this process as a rank that has raised an exception."""
+    return Failure.of(error, rank, traceback=tracebacks.as_text(error), secondary=is_secondary(error))
+
+
 def tell(error: BaseException) -> None:
     """Report a failure to the other ranks, and to torchrun, where no launcher of ours does."""
     world = active_world()
     if world is None or world.channel is None or world.channel.supervised or not is_failure(error):
         return
-    world.channel.failures.tell(in_words(error), tracebacks.as_text(error))
-    an_effect = isinstance(error, WorkerError) and error.rank not in (None, world.placement.rank)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and not an_effect:
+    failure = of_rank(world.placement.rank, error)
+    world.channel.failures.tell(failure)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not failure.secondary:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         trace = error.__traceback__
@@ -173,14 +162,6 @@ def tell(error: BaseException) -> None:
         except BaseException:  # noqa: BLE001
             get_error_handler().record_exception(error)
             error.__traceback__ = trace
-
-
-def in_words(error: BaseException) -> str:
-    """Return an exception as Python prints it: our own types with their module.
-
-    `words_are_secondary` knows them by it.
-    """
-    return "".join(traceback.format_exception_only(type(error), error)).strip() or type(error).__name__
 
 
 def is_failure(error: BaseException) -> bool:

@@ -117,6 +117,7 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
             f"rank {worker}, which goes first, failed inside {name}, so rank {current_world().placement.rank} does not "
             f"enter: {problem.decode()}",
             rank=worker,
+            secondary=True,
         )
     with guard_collectives(name):
         yield
@@ -192,7 +193,7 @@ def _everywhere(name: str, run: Callable[[], Any], chosen: bool, local: bool) ->
             raise
     problem = share_result(name, worker, b"" if chosen else None)
     if problem:
-        raise WorkerError(f"rank {worker} ended inside {name}: {problem.decode()}", rank=worker)
+        raise WorkerError(f"rank {worker} ended inside {name}: {problem.decode()}", rank=worker, secondary=True)
     own_value, own_error = result
     value, their_error = _shared(result, local)
     if their_error is not None:

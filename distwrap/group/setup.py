@@ -29,8 +29,8 @@ from distwrap.network.stores import client_of
 from distwrap.options import Options, check_words
 from distwrap.simulated import simulation
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.notifier import Notifier
 from distwrap.versions import ENDS_GROUPS_LOCKED
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
@@ -172,8 +172,8 @@ def join(
         # Now, since the store is certainly there. Where there is no clone, the channel's thread waits now and then for
         # the main thread's look-ups.
         side = client_of(store)
-        bells = Bells(side, placement)  # while rank 0 is certainly there too
-        cleanup.callback(bells.close)
+        notifier = Notifier(side, placement)  # while rank 0 is certainly there too
+        cleanup.callback(notifier.close)
         _make_group(placement, options, backend, device, store)
         world = World(
             placement,
@@ -190,7 +190,7 @@ def join(
     supervised = distwrap_environment.STORE in os.environ
     activity = world.part(Activity)
     make = Channel if simulated is None else simulated.channel
-    world.channel = make(bells, placement, activity, supervised, options.timeout, world.secret or b"")
+    world.channel = make(notifier, placement, activity, supervised, options.timeout, world.secret or b"")
     world.channel.thread.on_accelerator = world.device.type != "cpu"
     world.channel.start()
     world.arrange()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from distwrap._internals.torch_groups import default_store
+from distwrap._internals.torch import default_store
 from distwrap.errors import CollectiveError
 from distwrap.group import own_device, tensors_apart
 from distwrap.group.world import current_world

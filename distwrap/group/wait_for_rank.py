@@ -1,6 +1,6 @@
 """Waits of the other ranks for the work of one: as long as it takes, while that rank lives, and no longer."""
 
-from distwrap._internals.torch_groups import default_store
+from distwrap._internals.torch import default_store
 from distwrap.errors import CollectiveError
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import require_group
@@ -37,7 +37,7 @@ def share_result(name: str, worker: int, result: bytes | None, *, turn: str | No
     # The n-th wait on one rank meets the n-th work on another.
     key = f"{turn or name}/{worker}"
     key = f"{key}/{world.count(f'wait {key}')}"
-    with activity.waiting():
+    with activity.waiting("work", (worker,)):
         if world.channel is None:
             return _share_in_users_group(key, worker, result)
         if result is None:

@@ -32,7 +32,10 @@ from distwrap.options import QUIET, Options, switched_on
 from distwrap.protocols import Layout as Layout, Strategy
 from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.stacks import END_OF_RUN
 from distwrap.wording import print_notice
+
+END_OF_RUN |= {(__file__, "wait"), (__file__, "conclude")}
 
 
 class RunPart(Protocol):

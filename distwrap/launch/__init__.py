@@ -61,9 +61,11 @@ def start(task: Task) -> Any:
         return _joining(task, found)
     visible_devices()  # first: where counting starts a driver, no fork is safe any more, which launchers then know
     launcher = copy(launchers.make("script" if again else options.launcher))  # which keeps what is of one call
-    nodes = resolve(options, found if isinstance(found, Node) else None)
+    nodes = resolve(options, found if isinstance(found, Node) else None, launcher)
     if nodes.elastic and not launcher.restarts and not again:
-        launcher = launchers.make(f"elastic(start_method={launcher.start_method!r})")
+        from distwrap.launch.elastic import ElasticLauncher  # with torch's, which most calls do not need
+
+        launcher = ElasticLauncher(launcher.start_method)
     if strategy.launches == "one":
         if nodes.several:
             raise OptionError(

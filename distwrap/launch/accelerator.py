@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distwrap.devices.kinds import accelerator_of_torch
+from distwrap.devices.kinds import VENDORS, accelerator_of_torch
 from distwrap.devices.selection import visible_devices
-from distwrap.devices.vendors import VENDORS
 from distwrap.errors import LaunchError
 
 

@@ -12,8 +12,8 @@ from distwrap.devices.selection import choose_nprocs, visible_devices
 from distwrap.errors import LaunchError, SerializationError, WorkerError
 from distwrap.group.world import say_once
 from distwrap.launch import pickling, transport
-from distwrap.launch.outcome import Exit, Outcome, raise_failure
-from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
+from distwrap.launch.outcome import CleanExit, Outcome, raise_if_failed
+from distwrap.launch.task import Assignment, CallerContext, NodePlan, Task
 from distwrap.network import secret
 from distwrap.wording import named_ranks
 
@@ -51,14 +51,14 @@ class Launcher(protocols.Launcher):
         payload = transport.pack(job.task)
         path, module = self._main(job, payload)
         plan = replace(self.plan_in_place(job), main_path=path, main_module=module)
-        return replace(plan, payload=payload, surroundings=Surroundings.capture())
+        return replace(plan, payload=payload, context=CallerContext.capture())
 
     def plan_in_place(self, job: Job) -> Assignment:
-        """Return the plan for ranks that have the call and the caller's surroundings already."""
+        """Return the plan for ranks that have the call and the caller's context already."""
         inherited = b"" if job.nodes.several else secret.new()
         return Assignment(self.name, job.returns, choose_threads(job.nprocs), secret=inherited)
 
-    def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
+    def collect_result(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
         task = job.task
         found = retrofit.find(task.function, task.args, task.kwargs) if task.options.retrofit else []
         own = [item.original for item in found]
@@ -66,7 +66,7 @@ class Launcher(protocols.Launcher):
         for index, outcome in enumerate(self._checked(job, outcomes)):
             if outcome.value is not None:
                 value, states = transport.unpack_result(outcome.value, own)
-                if index == 0 and not isinstance(value, Exit):
+                if index == 0 and not isinstance(value, CleanExit):
                     for item, state in zip(found, states, strict=True):
                         item.load(state)
                 values.append(value)
@@ -81,9 +81,7 @@ class Launcher(protocols.Launcher):
     def _checked(self, job: Job, outcomes: object) -> list[Outcome]:
         """Return what `run` has returned, in rank order, if it is an outcome of each rank and none failed."""
         known = [each for each in outcomes if isinstance(each, Outcome)] if isinstance(outcomes, Sequence) else []
-        failed = [outcome for outcome in known if outcome.failed]
-        if failed:
-            raise_failure(failed)
+        raise_if_failed(known)
         ranks = {outcome.rank for outcome in known}
         if not len(ranks) == len(known) >= job.nprocs:  # elastic may have more, of nodes that came and went
             seen = f"those of {named_ranks(ranks)}" if ranks else repr(outcomes)
@@ -119,9 +117,9 @@ def tell_of_crowd(count: int) -> None:
 def launch(launcher: protocols.Launcher, job: Job) -> Any:
     """Run a job by a launcher that has checked it, and return what the decorated call returns."""
     outcomes = launcher.run(job, launcher.plan(job))
-    value = launcher.bring_home(job, outcomes)
+    value = launcher.collect_result(job, outcomes)
     values = value if job.task.options.returns == "all" and isinstance(value, list) else [value]
-    left = [rank for rank, each in enumerate(values) if isinstance(each, Exit)]
+    left = [rank for rank, each in enumerate(values) if isinstance(each, CleanExit)]
     if len(left) == len(values):
         sys.exit(0)
     if left:

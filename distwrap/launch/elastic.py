@@ -21,14 +21,14 @@ from typing import Any
 
 from distwrap import locked_folder
 from distwrap.data import workers
-from distwrap.errors import ArrivalError
+from distwrap.errors import ArrivalError, LaunchError
 from distwrap.launch import fork_safety
 from distwrap.launch.base import Job, Launcher
-from distwrap.launch.elastic_rank import be_a_rank, reports
+from distwrap.launch.elastic_rank import rank_main
 from distwrap.launch.fork import ForkLauncher
 from distwrap.launch.logs import Logs
-from distwrap.launch.other_callers import NodeSummary
-from distwrap.launch.outcome import Outcome, death as death_of, raise_if_failed
+from distwrap.launch.outcome import Outcome, OutcomeFolder, death as death_of, raise_if_failed
+from distwrap.launch.peer_launchers import NodeSummary
 from distwrap.launch.processes import ONE_HASH, OomCount
 from distwrap.launch.task import Assignment, NodePlan
 from distwrap.network import connectivity, interfaces
@@ -77,7 +77,9 @@ class ElasticLauncher(Launcher):
             stack.enter_context(_as_it_was())
             self._run(job, plan, folder)
             # Where nodes came, torch counts no new attempt, and ranks that had to end may have left how they did.
-            done = [report for report in reports(folder) if not report[0].failed]
+            done = [each for each in OutcomeFolder.of_last_attempt(folder).read() if not each[0].failed]
+            if not done:
+                raise LaunchError("all ranks have ended without an exception, and without a result, as by os._exit(0).")
             outcomes, place = [outcome for outcome, _ in done], done[0][1]
             if place.rank > 0:
                 ranks, host = tuple(outcome.rank for outcome in outcomes), str(place.master_addr)
@@ -97,7 +99,7 @@ class ElasticLauncher(Launcher):
         task, log_dir = job.task if self.start_method == "fork" else None, job.task.options.log_dir
         Logs(log_dir, ()).close()  # makes the folder, or refuses it
         try:
-            elastic_launch(config, be_a_rank)(plan, task, str(folder), log_dir)
+            elastic_launch(config, rank_main)(plan, task, str(folder), log_dir)
             return
         except ChildFailedError as error:
             rank, failed = error.get_first_failure()
@@ -158,7 +160,7 @@ def _rendezvous(nodes: NodePlan, folder: Path) -> tuple[dict[str, Any], str]:
 
 def _raise_failure(folder: Path, death: Outcome | None = None) -> None:
     """Raise what has failed in the last attempt: a rank's own exception where one has left it, else its death."""
-    outcomes = [outcome for outcome, _ in reports(folder)]
+    outcomes = [outcome for outcome, _ in OutcomeFolder.of_last_attempt(folder).read()]
     if death is not None and not any(outcome.failed for outcome in outcomes):
         outcomes.append(death)
     raise_if_failed(outcomes)

@@ -77,7 +77,7 @@ class ForkedProcess(Process):
             for conn in foreign:
                 conn.close()
             forget_exit_handlers()  # the caller's own are the caller's
-            worker.be_a_rank(theirs, task)
+            worker.rank_main(theirs, task)
 
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=run, name=f"distwrap-rank-{rank}")

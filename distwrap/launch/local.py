@@ -12,8 +12,8 @@ from distwrap.launch.base import Job, Launcher, tell_of_crowd
 from distwrap.launch.logs import Logs, Streams
 from distwrap.launch.outcome import Outcome
 from distwrap.launch.processes import Process
-from distwrap.launch.signals import PassedOn
-from distwrap.launch.store_file import Meeting, meeting
+from distwrap.launch.signals import SignalForwarder
+from distwrap.launch.store_file import Rendezvous, meeting
 from distwrap.launch.supervisor import print_where_all_are, stop, supervise
 from distwrap.launch.task import Assignment
 
@@ -37,7 +37,7 @@ class LocalLauncher(Launcher):
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
         options = job.task.options
-        with PassedOn() as signals, meeting(job.nodes, job.nprocs, min(options.timeout, ARRIVAL_SECONDS)) as met:
+        with SignalForwarder() as signals, meeting(job.nodes, job.nprocs, min(options.timeout, ARRIVAL_SECONDS)) as met:
             with contextlib.closing(Logs(options.log_dir, met.ranks)) as logs:
                 outcomes = self._supervised(job, plan, met, logs, signals)
             if met.others is not None:
@@ -45,7 +45,9 @@ class LocalLauncher(Launcher):
                 self.summary = met.others.summary() if met.others.node_rank > 0 else None
         return outcomes
 
-    def _supervised(self, job: Job, plan: Assignment, met: Meeting, logs: Logs, signals: PassedOn) -> list[Outcome]:
+    def _supervised(
+        self, job: Job, plan: Assignment, met: Rendezvous, logs: Logs, signals: SignalForwarder
+    ) -> list[Outcome]:
         sys.stdout.flush()
         sys.stderr.flush()
         tell_of_crowd(len(met.ranks))

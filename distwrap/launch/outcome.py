@@ -1,74 +1,71 @@
-"""Outcomes of ranks: reported by the rank or its caller, written as JSON for other nodes, raised in the caller."""
+"""Outcomes of ranks: reported by a rank or by who noticed its end, collected by the launcher, raised by the caller."""
 
-import json
+import math
 import os
+import pickle
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from distwrap import tracebacks
 from distwrap.decorated import find_by_name
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTraceback
 from distwrap.group import failures
 from distwrap.launch import transport
 from distwrap.launch.pickling import make_error
 from distwrap.launch.processes import describe_exit
+from distwrap.network.waiting import Clock
+from distwrap.supervision.failure import Failure
 from distwrap.wording import named_ranks, print_notice
 
 SETTLE_SECONDS = 0.3  # after a failure, for the outcomes of other ranks that failed too
 CAUSE_SECONDS = 4.0  # after a secondary failure, for the failure itself
 
-_ATTRIBUTES = ("rank", "host", "exitcode", "signal")  # of an exception, told with it
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a rank. The values are plain, so that reading one cannot fail.
+    """End of a rank.
 
     Attributes:
-        pid: process id; 0 where it is unknown, as that of a rank on another node.
-        time: seconds since the epoch, to find the first of several failures.
+        rank: the rank.
         value: the pickled result, or ``None``.
-        error: the pickled exception, or ``None`` after success and where the exception cannot be pickled.
-        summary: the exception in one line; empty after success.
-        traceback: the exception in full; empty after success and where the rank ended without a report.
-        is_secondary: whether the rank failed only because it had lost another rank.
+        failure: ``None`` after success.
     """
 
     rank: int
-    host: str
-    pid: int
-    time: float
     value: bytes | None = None
-    error: bytes | None = None
-    summary: str = ""
-    traceback: str = ""
-    is_secondary: bool = False
+    failure: Failure | None = None
 
     @property
     def failed(self) -> bool:
         """Whether the rank failed."""
-        return bool(self.summary)
+        return self.failure is not None
 
 
 @dataclass(frozen=True)
-class Exit:
+class CleanExit:
     """Value of a rank that left the function by ``sys.exit(0)``, which counts as a return."""
 
 
 def success(rank: int, value: bytes | None) -> Outcome:
     """Return the outcome of this process as a rank that has done its work."""
-    return Outcome(rank, socket.gethostname(), os.getpid(), time.time(), value)
+    return Outcome(rank, value)
 
 
 def failure(rank: int, error: BaseException) -> Outcome:
     """Return the outcome of this process as a rank that has raised an exception."""
-    outcome = of_error(rank, socket.gethostname(), os.getpid(), error, tracebacks.as_text(error))
-    return replace(outcome, is_secondary=failures.is_secondary(error))
+    told, pickled = failures.of_rank(rank, error), transport.pack_error(error)
+    # What cannot be pickled would lack something where it is made again of its arguments.
+    return Outcome(rank, failure=replace(told, pickled=pickled, arguments=told.arguments if pickled else None))
+
+
+def died(error: WorkerDiedError, rank: int, pid: int = 0) -> Outcome:
+    """Return the outcome of a rank whose process ended without reporting one, which the error describes."""
+    told = Failure.of(error, rank, host=error.host or "?", pid=pid)
+    return Outcome(rank, failure=replace(told, pickled=transport.pack_error(error)))
 
 
 def death(rank: int, pid: int, exitcode: int | None, oom_kills: int | None = None, last_seen: str = "") -> Outcome:
@@ -82,25 +79,103 @@ def death(rank: int, pid: int, exitcode: int | None, oom_kills: int | None = Non
         exitcode=exitcode,
         signal=-exitcode if exitcode is not None and exitcode < 0 else None,
     )
-    return of_error(rank, host, pid, error)
+    return died(error, rank, pid)
 
 
-def of_error(rank: int, host: str, pid: int, error: BaseException, trace: str = "", when: float = 0.0) -> Outcome:
-    """Return the outcome of any rank that failed with an exception, by default now."""
-    words = failures.in_words(error)
-    return Outcome(rank, host, pid, when or time.time(), None, transport.pack_error(error), words, trace)
+def collect(
+    receive: Callable[[float | None, Failure | None], Iterable[Outcome]],
+    seconds: float | None = None,
+    clock: Clock = time,
+) -> list[Outcome]:
+    """Return outcomes until no more come, or time is over; after a failure only those that may tell more of it.
+
+    Args:
+        receive: waits so many seconds for more outcomes, given the first cause that is known; returns none where no
+            more come.
+        seconds: time limit; ``None`` is none.
+        clock: by which it waits.
+    """
+    outcomes: list[Outcome] = []
+    deadline = math.inf if seconds is None else clock.monotonic() + seconds
+    while True:
+        left = None if deadline == math.inf else max(0.0, deadline - clock.monotonic())
+        new = list(receive(left, first_cause(outcomes)))
+        if not new:
+            return outcomes
+        outcomes += new
+        cause = first_cause(outcomes)
+        if cause is not None and first_cause(new) is not None:
+            patience = CAUSE_SECONDS if cause.secondary else SETTLE_SECONDS
+            deadline = min(deadline, clock.monotonic() + patience)
 
 
-def patience_after(failed: Sequence[Outcome]) -> float:
-    """Return the seconds to wait, after a failure, for outcomes that may explain it better."""
-    return CAUSE_SECONDS if first_cause(failed).is_secondary else SETTLE_SECONDS
+def first_cause(outcomes: Iterable[Outcome]) -> Failure | None:
+    """Return the failure that explains the others: the earliest that is not secondary; ``None`` where no rank failed.
+
+    A rank that dies silently is noticed after its peers' complaints, so a secondary failure never wins over it.
+    """
+    failed = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    return min(failed, key=lambda failure: (failure.secondary, failure.time), default=None)
 
 
 def raise_if_failed(outcomes: Iterable[Outcome]) -> None:
-    """Raise the first cause if a rank failed, as `raise_failure` does."""
+    """Raise the first cause, if a rank failed, in its own type, caused by a `WorkerTraceback`.
+
+    Raises:
+        CollectiveError: a rank waited in a collective for ranks that had left.
+        WorkerError: the exception cannot be raised here in its own type.
+    """
     known = list(outcomes)
-    if failed := [outcome for outcome in known if outcome.failed]:
-        raise_failure(failed, [outcome.rank for outcome in known if not outcome.failed])
+    cause = first_cause(known)
+    if cause is None:
+        return
+    others = {outcome.rank for outcome in known if outcome.failure is not None} - {cause.rank}
+    finished = [outcome.rank for outcome in known if outcome.failure is None]
+    also = f"\n({named_ranks(others)} failed afterwards)" if others else ""
+    facts: dict[str, Any] = {"rank": cause.rank, "host": cause.host, "exitcode": 1, "signal": None}
+    remote: WorkerTraceback | None = None
+    if cause.traceback:
+        remote = WorkerTraceback(
+            f"{cause.where} raised:\n\n{cause.traceback}{also}", secondary=cause.secondary, **facts
+        )
+        remote.text = cause.traceback
+    if finished and cause.secondary and not cause.kind[0].startswith("distwrap."):
+        raise CollectiveError(
+            f"{cause.where} waited in a collective for {named_ranks(finished)}, which had left the function already. "
+            "Every rank must call the same collectives: look for a branch, a break, a sys.exit or a loop that "
+            "differs between ranks."
+        ) from remote
+    error = _made_again(cause)
+    if error is None:
+        why = "cannot be pickled, or is not known here, so that it cannot be raised with its own type"
+        words = f"{cause.where} raised {cause.text} (this exception {why})"
+        raise WorkerError(words, **facts) from remote
+    for name, value in facts.items():
+        if not hasattr(error, name):
+            with suppress(AttributeError, TypeError):
+                setattr(error, name, value)
+    if isinstance(error, SystemExit) and error.code not in (None, 0):
+        print_notice(f"{cause.where} called sys.exit({error.code!r})")
+    if remote is None and also:
+        error.args = (f"{error}{also}",)
+    raise error from remote
+
+
+def _made_again(failure: Failure) -> BaseException | None:
+    """Return the exception of a failure; ``None`` where it cannot be had in its own type.
+
+    Of what comes from another node nothing is unpickled, and nothing is imported or called: a class that is loaded
+    already, and that is an exception, gets plain arguments and attributes.
+    """
+    error: BaseException | None = None
+    with suppress(Exception):
+        if failure.pickled is not None:
+            error = transport.unpack_result(failure.pickled)
+        kind = find_by_name(*failure.kind)
+        if error is None and isinstance(kind, type) and issubclass(kind, Exception) and failure.arguments is not None:
+            error = make_error(kind, failure.arguments)
+            vars(error).update({**failure.attributes, "rank": failure.rank, "host": failure.host})
+    return error
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -110,105 +185,28 @@ def write_whole(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-def first_cause(failed: Sequence[Outcome]) -> Outcome:
-    """Return the failure that explains the others: the earliest that is not secondary.
-
-    A rank that dies silently is noticed after its peers' complaints, so a secondary failure never wins over it.
-    """
-    return min(failed, key=lambda outcome: (outcome.is_secondary, outcome.time))
-
-
-def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> NoReturn:
-    """Raise the first cause of the failures in its own type, caused by a `WorkerTraceback`.
+class OutcomeFolder:
+    """Folder in which ranks that another program has started leave their outcomes, each in a file.
 
     Args:
-        failed: outcomes of the ranks that failed.
-        finished: ranks that had left the function before.
-
-    Raises:
-        CollectiveError: a rank waited in a collective for ranks that had left.
-        WorkerError: the exception cannot be pickled.
+        path: the folder, which only this user may write.
+        attempt: of ranks that are started again.
     """
-    cause = first_cause(failed)
-    where = f"rank {cause.rank} on {cause.host}" + (f" (pid {cause.pid})" if cause.pid else "")
-    others = {outcome.rank for outcome in failed} - {cause.rank}
-    also = f"\n({named_ranks(others)} failed afterwards)" if others else ""
-    known: dict[str, Any] = {"rank": cause.rank, "host": cause.host, "exitcode": 1, "signal": None}
-    remote = WorkerTraceback(f"{where} raised:\n\n{cause.traceback}{also}", **known) if cause.traceback else None
-    if remote is not None:
-        remote.is_secondary = cause.is_secondary
-    if finished and cause.is_secondary and failures.NAMED not in cause.summary:
-        raise CollectiveError(
-            f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. "
-            "Every rank must call the same collectives: look for a branch, a break, a sys.exit or a loop that "
-            "differs between ranks."
-        ) from remote
-    error: BaseException | None = None
-    if cause.error is not None:
-        with suppress(Exception):
-            error = transport.unpack_result(cause.error)
-    if error is None:
-        words = (
-            f"{where} raised {cause.summary} (this exception cannot be pickled, so that it cannot be raised "
-            "here with its own type)"
-        )
-        raise WorkerError(words, **known) from remote
-    for name, value in known.items():
-        if not hasattr(error, name):
-            with suppress(AttributeError, TypeError):
-                setattr(error, name, value)
-    if isinstance(error, SystemExit) and error.code not in (None, 0):
-        print_notice(f"{where} called sys.exit({error.code!r})")
-    if remote is None and also:
-        error.args = (f"{error}{also}",)
-    raise error from remote
 
+    def __init__(self, path: str | Path, attempt: int = 0) -> None:
+        self.path, self._begin = Path(path), f"outcome-{attempt}."
 
-def to_json(error: BaseException) -> dict[str, Any]:
-    """Return an exception as JSON for `from_json`, with what is known of the rank that raised it.
+    @classmethod
+    def of_last_attempt(cls, path: Path) -> "OutcomeFolder":
+        """Return the outcomes of the last attempt of which there are any."""
+        attempts = [int(name.split("-")[1].split(".")[0]) for name in os.listdir(path) if name.startswith("outcome-")]
+        return cls(path, max(attempts, default=0))
 
-    Callers on other nodes raise it in its own type where they know that type. Nothing is unpickled there, and nothing
-    is imported or called: a class that is loaded already, and that is an exception, gets plain arguments and
-    attributes.
-    """
-    cause, args = error.__cause__, list(error.args)
-    return {
-        **{name: getattr(error, name, None) for name in _ATTRIBUTES},
-        "host": getattr(error, "host", None) or socket.gethostname(),
-        "type": [type(error).__module__, type(error).__qualname__],
-        "args": args if _is_plain(args) else None,
-        "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
-        "summary": f"{type(error).__name__}: {error}",
-        "is_secondary": getattr(cause, "is_secondary", False),
-        "traceback": str(cause).partition("raised:\n\n")[2] if cause is not None else "",
-        "time": time.time(),
-    }
+    def put(self, outcome: Outcome, about: object = None) -> None:
+        """Leave an outcome, and more about its rank."""
+        write_whole(self.path / f"{self._begin}{outcome.rank:06}", pickle.dumps((outcome, about)))
 
-
-def _is_plain(value: Any) -> bool:
-    """Return whether JSON gives a value back unchanged."""
-    with suppress(TypeError, ValueError):
-        return bool(json.loads(json.dumps(value)) == value)
-    return False
-
-
-def from_json(message: dict[str, Any]) -> BaseException:
-    """Return the exception that another node has written as JSON, or a `WorkerError` with its words.
-
-    Example:
-        >>> from_json(to_json(KeyError("weights")))
-        KeyError('weights')
-    """
-    module, name = message["type"]
-    found = find_by_name(module, name)
-    error: BaseException | None = None
-    if isinstance(found, type) and issubclass(found, Exception) and message["args"] is not None:
-        with suppress(Exception):
-            error = make_error(found, message["args"])
-            vars(error).update(message["attributes"])
-    if error is None:
-        error = WorkerError(f"on {message['host']}: {message['summary']}")
-    for name in _ATTRIBUTES:
-        with suppress(AttributeError, TypeError):
-            setattr(error, name, message[name])
-    return error
+    def read(self) -> list[tuple[Outcome, Any]]:
+        """Return the outcomes that are there, in rank order, each with what else its rank has left."""
+        names = sorted(name for name in os.listdir(self.path) if name.startswith(self._begin))
+        return [pickle.loads((self.path / name).read_bytes()) for name in names]

@@ -42,7 +42,7 @@ class ParkedRanks:
             atexit.register(stack.close)
         return self._store
 
-    def wake_or_start(self, job: Job, met: store_file.Meeting, plan: Assignment) -> None:
+    def wake_or_start(self, job: Job, met: store_file.Rendezvous, plan: Assignment) -> None:
         """Let the parked ranks run on to this call, or start them."""
         if self.processes:
             self._send(transport.pack_result(self.last_value, "what the last decorated call returned"))
@@ -63,7 +63,7 @@ class ParkedRanks:
             self.processes.clear()
             workers.remove_what_is_left()
 
-    def _start_all(self, job: Job, met: store_file.Meeting) -> None:
+    def _start_all(self, job: Job, met: store_file.Rendezvous) -> None:
         self.logs = Logs(job.task.options.log_dir, met.ranks)
         atexit.register(self._let_leave)
         tell_of_crowd(len(met.ranks))

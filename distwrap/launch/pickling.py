@@ -13,15 +13,14 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import wrapt
 
-from distwrap._internals import cloudpickle as internals
+from distwrap._internals import packages as internals
 from distwrap.decorated import find_by_name
-from distwrap.live_objects import is_callers
 from distwrap.places import CodeSource, learn, source_of
 
 
@@ -160,22 +159,4 @@ def _reduce_class_of_caller(cls: type) -> Any:
     if find_by_name(cls.__module__, cls.__qualname__) is cls:
         return cls.__qualname__ if cls.__module__ == "__main__" else None  # cloudpickle would send it by value
     tracker = internals.tracker_of(cls) if by_value() else None
-    if tracker is not None:
-        return internals.class_of, (tracker,)
-    if is_callers(cls):
-        return _load_class_at, (id(cls), cls.__qualname__)
-    return None
-
-
-def _load_class_at(address: int, qualname: str) -> type:
-    for cls in _subclasses(object):
-        if id(cls) == address and cls.__qualname__ == qualname:
-            return cls
-    raise AttributeError(f"the caller has no class {qualname}")
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    subclass: type
-    for subclass in type.__subclasses__(cls):
-        yield subclass
-        yield from _subclasses(subclass)
+    return None if tracker is None else (internals.class_of, (tracker,))

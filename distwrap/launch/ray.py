@@ -7,10 +7,8 @@ Source: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -20,8 +18,8 @@ from distwrap.checks import AT_LEAST_ONE, SECONDS, is_number, one_of
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, LaunchError, OptionError, WorkerDiedError
 from distwrap.launch.base import Job, Launcher
-from distwrap.launch.outcome import CAUSE_SECONDS, Outcome, of_error, patience_after, raise_if_failed
-from distwrap.launch.ray_rank import RayDesk, RayRank
+from distwrap.launch.outcome import CAUSE_SECONDS, Outcome, collect, died, raise_if_failed
+from distwrap.launch.ray_rank import OutcomeStore, RayRank
 from distwrap.launch.task import Assignment
 from distwrap.packages import require_package
 from distwrap.seeding import RandomState
@@ -85,9 +83,9 @@ class RayLauncher(Launcher):
         require_package("ray", "launcher='ray'")
 
     def plan(self, job: Job) -> Assignment:
-        # The nodes have surroundings of their own, which runtime_env= describes.
+        # The nodes have context of their own, which runtime_env= describes.
         plan = super().plan(job)
-        return replace(plan, surroundings=None, random=RandomState.capture(), threads=self.cpus)
+        return replace(plan, context=None, random=RandomState.capture(), threads=self.cpus)
 
     def run(self, job: Job, plan: Assignment) -> Sequence[Outcome]:
         with self._stack as stack:
@@ -102,7 +100,14 @@ class RayLauncher(Launcher):
                 actor.run.remote(replace(plan, placement=placement)): placement.rank
                 for (_, actor), placement in zip(ranks, _placements(where), strict=True)
             }
-            return _Collector(ray, desk, where).collect(running)
+
+            def receive(seconds: float | None, _: object) -> list[Outcome]:
+                ready = ray.wait(list(running), num_returns=1, timeout=seconds)[0] if running else []
+                return [_outcome(ray, desk, each, where[rank := running.pop(each)], rank) for each in ready]
+
+            outcomes = collect(receive)
+            raise_if_failed(outcomes)
+            return sorted(outcomes, key=lambda outcome: outcome.rank)
 
     def _connected(self) -> Any:
         """Return the package, connected to a cluster until the call ends, where it was not before."""
@@ -146,7 +151,7 @@ class RayLauncher(Launcher):
             "max_task_retries": 0,
             "runtime_env": {**self.runtime_env, "env_vars": {**environ, **given}},
         }
-        desk = ray.remote(RayDesk).options(num_cpus=0).remote()
+        desk = ray.remote(OutcomeStore).options(num_cpus=0).remote()
         stack.callback(_end, ray, [desk])
         actors: list[Any] = []
         stack.callback(_end, ray, actors)
@@ -156,56 +161,19 @@ class RayLauncher(Launcher):
         return actors, desk
 
 
-class _Collector:
-    """The outcomes of actors, as they come.
-
-    Args:
-        ray: the package.
-        desk: where a rank that cannot return has left its outcome.
-        where: node, address, host and process of each rank.
-    """
-
-    def __init__(self, ray: Any, desk: Any, where: list[tuple[str, str, str, int]]) -> None:
-        self._ray, self._desk, self._where = ray, desk, where
-
-    def collect(self, running: dict[Any, int]) -> list[Outcome]:
-        """Wait for all outcomes, after a failure only for those that may tell more of it.
-
-        Raises:
-            BaseException: what a rank raised first.
-        """
-        deadline = math.inf
-        outcomes: list[Outcome] = []
-        while running:
-            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-            ready, _ = self._ray.wait(list(running), num_returns=1, timeout=left)
-            if not ready:
-                break
-            outcomes.append(self._outcome(ready[0], running.pop(ready[0])))
-            failed = [outcome for outcome in outcomes if outcome.failed]
-            if failed:
-                deadline = min(deadline, time.monotonic() + patience_after(failed))
-        raise_if_failed(outcomes)
-        return sorted(outcomes, key=lambda outcome: outcome.rank)
-
-    def _outcome(self, reference: Any, rank: int) -> Outcome:
-        _, _, host, pid = self._where[rank]
-        try:
-            outcome: Outcome | None = self._ray.get(reference)
-            words = "it has returned nothing"
-        except self._ray.exceptions.RayError as error:
-            outcome, words = None, " ".join(str(error).split()).partition(" Some common causes")[0]
-        if outcome is None:
-            with suppress(self._ray.exceptions.RayError):
-                outcome = self._ray.get(self._desk.left_by.remote(rank), timeout=CAUSE_SECONDS)
-        if outcome is not None:
-            return outcome
-        died = WorkerDiedError(
-            f"rank {rank} on {host} (pid {pid}), an actor of Ray's, died without raising an exception: {words}",
-            rank=rank,
-            host=host,
-        )
-        return of_error(rank, host, pid, died)
+def _outcome(ray: Any, desk: Any, reference: Any, where: tuple[str, str, str, int], rank: int) -> Outcome:
+    """Return the outcome of an actor that has ended: what it returned, or else what it has left at the desk."""
+    _, _, host, pid = where
+    try:
+        outcome: Outcome | None = ray.get(reference)
+        words = "it has returned nothing"
+    except ray.exceptions.RayError as error:
+        outcome, words = None, " ".join(str(error).split()).partition(" Some common causes")[0]
+    if outcome is None:
+        with suppress(ray.exceptions.RayError):
+            outcome = ray.get(desk.get.remote(rank), timeout=CAUSE_SECONDS)
+    text = f"rank {rank} on {host} (pid {pid}), an actor of Ray's, died without raising an exception: {words}"
+    return outcome or died(WorkerDiedError(text, rank=rank, host=host), rank, pid)
 
 
 def _get(ray: Any, references: list[Any], seconds: float) -> list[Any]:

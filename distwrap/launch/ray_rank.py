@@ -16,7 +16,7 @@ class RayRank:
     """One rank: the class of an actor, whose process Ray has started.
 
     Args:
-        desk: an actor of `RayDesk`, for outcomes of ranks that cannot return them.
+        desk: an actor of `OutcomeStore`, for outcomes of ranks that cannot return them.
     """
 
     def __init__(self, desk: Any) -> None:
@@ -36,17 +36,17 @@ class RayRank:
         return link.outcome
 
 
-class RayDesk:
-    """Desk at which a rank leaves its outcome as another of its threads ends it: the class of an actor."""
+class OutcomeStore:
+    """Outcomes of ranks that other threads than their main one have ended: the class of an actor."""
 
     def __init__(self) -> None:
         self._left: dict[int, Outcome] = {}
 
-    def leave(self, outcome: Outcome) -> None:
+    def put(self, outcome: Outcome) -> None:
         """Keep an outcome."""
         self._left[outcome.rank] = outcome
 
-    def left_by(self, rank: int) -> Outcome | None:
+    def get(self, rank: int) -> Outcome | None:
         """Return what a rank has left."""
         return self._left.get(rank)
 
@@ -63,7 +63,7 @@ class RayLink:
     def __init__(self, assignment: Assignment, desk: Any) -> None:
         self._assignment, self._desk = assignment, desk
 
-    def tie(self) -> None:
+    def bind_lifetime(self) -> None:
         """Nothing: Ray ends its actors with their driver."""
 
     def assignment(self) -> Assignment:
@@ -74,4 +74,4 @@ class RayLink:
         if threading.current_thread() is not threading.main_thread():  # which will not return
             import ray
 
-            ray.get(self._desk.leave.remote(outcome), timeout=10)
+            ray.get(self._desk.put.remote(outcome), timeout=10)

@@ -25,7 +25,7 @@ from distwrap.launch.logs import redirected
 from distwrap.launch.outcome import Outcome, success
 from distwrap.launch.parked_ranks import ParkedRanks
 from distwrap.launch.script_rank_zero import RankZero, Supervision
-from distwrap.launch.signals import hear_interrupts
+from distwrap.launch.signals import interrupt_listener
 from distwrap.launch.store_file import on_one_node
 from distwrap.launch.supervisor import print_where_all_are
 from distwrap.launch.task import Assignment
@@ -75,7 +75,7 @@ class ScriptLauncher(Launcher):
             return []
         return self._run_rank_zero(job, plan)
 
-    def bring_home(self, job: Job, outcomes: Any) -> Any:
+    def collect_result(self, job: Job, outcomes: Any) -> Any:
         if job.returns == "rank0" or script_rank.is_one():
             return self._value
         return [self._value, *(transport.unpack_result(o.value) for o in outcomes if o.value is not None)]
@@ -90,7 +90,7 @@ class ScriptLauncher(Launcher):
             variables_set(distwrap_environment.variables(plan.placement, self.name, met.store)),
             ExitStack() as stack,
             redirected(_parked.logs.streams(0)),
-            hear_interrupts(watch.interrupt, lambda: print_where_all_are(met)),
+            interrupt_listener(watch.interrupt, lambda: print_where_all_are(met)),
             zero.hear_of_failures(),
         ):
             stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -17,7 +17,15 @@ from distwrap.launch import transport
 from distwrap.launch.base import Job
 from distwrap.launch.outcome import success
 from distwrap.launch.task import Assignment
-from distwrap.launch.worker import FailureTold, PipeLink, make_output_readable, or_told, stalled, take_part, use_threads
+from distwrap.launch.worker import (
+    FailureReported,
+    PipeLink,
+    make_output_readable,
+    report_failures,
+    stalled,
+    take_part,
+    use_threads,
+)
 
 
 def is_one() -> bool:
@@ -34,8 +42,8 @@ def run(job: Job, plan: Assignment) -> Any:
     placement = distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"]))
     plan = replace(plan, placement=placement, secret=secret)
     try:
-        data = or_told(link, rank, lambda: _run(job, plan, link, name))
-    except FailureTold:
+        data = report_failures(link, rank, lambda: _run(job, plan, link, name))
+    except FailureReported:
         _leave(1)
     link.report(success(rank, data))
     teardown_process_group()
@@ -64,7 +72,7 @@ def _run(job: Job, plan: Assignment, link: PipeLink, name: str) -> bytes | None:
 def _connection() -> Connection:
     """Make this process a rank, and return its connection to rank 0's."""
     conn = Connection(int(os.environ[distwrap_environment.SCRIPT]))
-    PipeLink(conn).tie()
+    PipeLink(conn).bind_lifetime()
     make_output_readable()
     return conn
 

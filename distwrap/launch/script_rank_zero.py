@@ -15,7 +15,7 @@ from distwrap.errors import WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.launch.outcome import CAUSE_SECONDS, Outcome, failure
 from distwrap.launch.processes import CommandProcess, Process
-from distwrap.launch.store_file import Meeting
+from distwrap.launch.store_file import Rendezvous
 from distwrap.launch.supervisor import INTERRUPT_SECONDS, supervise
 
 
@@ -103,7 +103,7 @@ class RankZero(Process):
 class Supervision(threading.Thread):
     """Thread that supervises all ranks, of which rank 0 works in the main thread."""
 
-    def __init__(self, zero: RankZero, others: list[CommandProcess], met: Meeting) -> None:
+    def __init__(self, zero: RankZero, others: list[CommandProcess], met: Rendezvous) -> None:
         super().__init__(name="distwrap-script-watch", daemon=True)
         self._zero, self._others, self._met = zero, others, met
         self.interrupted = False

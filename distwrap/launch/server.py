@@ -84,7 +84,7 @@ def serve(fd: int) -> NoReturn:
                     os.close(given)
                 mark_as_served()
                 sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the server's own was /dev/null
-                worker.be_a_rank(Connection(conn))
+                worker.rank_main(Connection(conn))
             for unneeded in (stdin, stdout, stderr, conn):
                 os.close(unneeded)
             status_of[pid] = status

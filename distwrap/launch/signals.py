@@ -18,7 +18,7 @@ from distwrap.launch.processes import Process
 _END = b"\0"  # no signal has this number
 
 
-class PassedOn:
+class SignalForwarder:
     """Signals of the caller that go to the ranks until the end of a ``with``: SIGTERM and SIGUSR2.
 
     A rank that iterates over `lockstep` stops in step with the others; any other is ended by the signal. If the ranks
@@ -33,7 +33,7 @@ class PassedOn:
         self._heard: list[int] = []
         self._unheeded = False
 
-    def __enter__(self) -> PassedOn:
+    def __enter__(self) -> SignalForwarder:
         return self
 
     def listen(self, processes: Sequence[Process], report: Callable[[], None]) -> None:
@@ -92,7 +92,7 @@ def _say_interrupts_in_one_line() -> None:
 
 
 @contextlib.contextmanager
-def hear_interrupts(on_interrupt: Callable[[], None], on_quit: Callable[[], None]) -> Iterator[None]:
+def interrupt_listener(on_interrupt: Callable[[], None], on_quit: Callable[[], None]) -> Iterator[None]:
     """Receive SIGINT and SIGQUIT on a thread within a ``with`` in the main thread.
 
     Python's own handlers stay: where the main thread runs Python, a Ctrl-C is a KeyboardInterrupt as ever.

@@ -25,7 +25,7 @@ from distwrap.launch.base import Job, Launcher
 from distwrap.launch.logs import Logs
 from distwrap.launch.outcome import Outcome
 from distwrap.launch.slurm_job import Beat, Collector, has_ended, state_of
-from distwrap.launch.slurm_rank import be_a_rank
+from distwrap.launch.slurm_rank import rank_main
 from distwrap.launch.task import Assignment
 from distwrap.packages import require_package
 from distwrap.wording import print_notice
@@ -163,7 +163,7 @@ class SlurmLauncher(Launcher):
         refusals = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError)
         try:
             with _interrupts_wait():  # between sbatch's work and its answer, a job would stay
-                number = str(executor.submit(be_a_rank, plan, str(folder), self.orphan_seconds, log_dir).job_id)
+                number = str(executor.submit(rank_main, plan, str(folder), self.orphan_seconds, log_dir).job_id)
         except refusals as error:
             raise LaunchError(f"Slurm has refused the job: {_refusal(str(error))}.") from error
         try:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from distwrap.errors import ArrivalError, WorkerDiedError
-from distwrap.launch.outcome import Outcome, of_error, patience_after, raise_if_failed, write_whole
-from distwrap.launch.slurm_rank import BEAT, outcome_file
+from distwrap.launch.outcome import Outcome, OutcomeFolder, collect, died, raise_if_failed, write_whole
+from distwrap.launch.slurm_rank import BEAT
 from distwrap.launch.supervisor import EXIT_SECONDS
 from distwrap.wording import print_notice
 
@@ -52,7 +50,7 @@ class Collector:
     """
 
     def __init__(self, folder: Path, number: str, nprocs: int, *, wait: float) -> None:
-        self._folder, self._number, self._nprocs, self._wait = folder, number, nprocs, wait
+        self._folder, self._number, self._wait, self._missing = folder, number, wait, set(range(nprocs))
         self._logs = [
             _Log(folder / f"{number}_{rank}_log.{kind}", console)
             for rank in range(nprocs)
@@ -67,9 +65,16 @@ class Collector:
             BaseException: what a rank raised first.
             ArrivalError: the job did not start in time.
         """
-        deadline, began, told = math.inf, time.monotonic(), self._state
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < self._nprocs and time.monotonic() < deadline:
+        outcomes = collect(self._receive)
+        self._let_end()
+        raise_if_failed(outcomes)
+        return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+    def _receive(self, seconds: float | None, _: object) -> list[Outcome]:
+        """Wait for more outcomes, for a while after Slurm's own news of a death."""
+        deadline = math.inf if seconds is None else time.monotonic() + seconds + _STATE_SECONDS
+        began, told = time.monotonic(), self._state
+        while self._missing and time.monotonic() < deadline:
             self._look()
             if self._state.name not in _QUEUED:
                 began = time.monotonic()  # a job may come back to the queue
@@ -82,16 +87,9 @@ class Collector:
                     f"{self._state.reason}. It is cancelled."
                 )
             ended = has_ended(self._state)  # before the files are looked for, of which there is no more then
-            new = self._new(outcomes)
-            outcomes.update(new)
-            failed = [outcome for outcome in outcomes.values() if outcome.failed]
-            if any(outcome.failed for outcome in new.values()):
-                deadline = min(deadline, time.monotonic() + patience_after(failed) + _STATE_SECONDS)
-            if ended:
-                outcomes.update(self._without_a_word(outcomes))
-        self._let_end()
-        raise_if_failed(outcomes.values())
-        return [outcomes[rank] for rank in sorted(outcomes)]
+            if new := self._new() or (self._without_a_word() if ended else []):
+                return new
+        return []
 
     def _look(self) -> None:
         """Print new lines of the logs, and ask for the job's state now and then."""
@@ -105,34 +103,34 @@ class Collector:
         """Ask Slurm for the job's state; where it gives no answer, the last one stands."""
         self._state, self._asked = state_of(self._number) or self._state, time.monotonic()
 
-    def _new(self, known: Iterable[int]) -> dict[int, Outcome]:
-        """Return the outcomes that the other ranks have left by now. The files are of this user's own job."""
-        files = {rank: outcome_file(self._folder, rank) for rank in set(range(self._nprocs)) - set(known)}
-        read = {rank: _read(file) for rank, file in files.items()}
-        return {rank: pickle.loads(data) for rank, data in read.items() if data is not None}
+    def _new(self) -> list[Outcome]:
+        """Return the outcomes that ranks have left since the last look. The files are of this user's own job."""
+        new = [outcome for outcome, _ in OutcomeFolder(self._folder).read() if outcome.rank in self._missing]
+        self._missing -= {outcome.rank for outcome in new}
+        return new
 
-    def _without_a_word(self, known: Iterable[int]) -> dict[int, Outcome]:
-        """Return, once the job has ended, the outcomes of the other ranks, and the deaths of those that left none."""
-        missing, found = set(range(self._nprocs)) - set(known), dict[int, Outcome]()
+    def _without_a_word(self) -> list[Outcome]:
+        """Return, once the job has ended, the deaths of the ranks that have left no outcome after a while."""
         deadline = time.monotonic() + _FILE_SECONDS
-        while missing - set(found) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             self._look()
-            found.update(self._new({*known, *found}))
+            if new := self._new():
+                return new
         words = "Look at what it printed last."
         if not any(log.is_there for log in self._logs):
             words = (
                 f"There is no log of it: do the nodes see {self._folder.parent}? If not, say "
                 "launcher='slurm(folder=...)', a folder that they see."
             )
-        for rank in missing - set(found):
-            died = WorkerDiedError(
-                f"rank {rank} of Slurm job {self._number} died without raising an exception: the job is "
-                f"{self._state.name} (reason: "
-                f"{self._state.reason}, exit code {self._state.exit_code}). {words}",
-                rank=rank,
-            )
-            found[rank] = of_error(rank, "?", 0, died)
-        return found
+        text = (
+            f"died without raising an exception: the job is {self._state.name} (reason: {self._state.reason}, exit "
+            f"code {self._state.exit_code}). {words}"
+        )
+        missing, self._missing = sorted(self._missing), set()
+        return [
+            died(WorkerDiedError(f"rank {rank} of Slurm job {self._number} {text}", rank=rank), rank)
+            for rank in missing
+        ]
 
     def _let_end(self) -> None:
         """Wait for the job's own end, for exit handlers and last words, and show these."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from distwrap.environments import Placement, detect
 from distwrap.launch import worker
 from distwrap.launch.logs import copied
-from distwrap.launch.outcome import Outcome, write_whole
+from distwrap.launch.outcome import OutcomeFolder
 from distwrap.launch.task import Assignment
 from distwrap.wording import print_notice
 
@@ -24,12 +23,7 @@ BEAT = "caller"  # the name of a file that changes while the caller is there
 _LOOK_SECONDS = 5.0
 
 
-def outcome_file(folder: Path, rank: int) -> Path:
-    """Return where a rank leaves its outcome."""
-    return folder / f"outcome-{rank}"
-
-
-def be_a_rank(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str | None) -> None:
+def rank_main(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str | None) -> None:
     """Be the rank that this task of the job is."""
     # submitit's handlers would ignore an end, and before the time limit requeue the job, or raise an error of its own.
     for number in (signal.SIGTERM, signal.SIGCONT):
@@ -40,36 +34,25 @@ def be_a_rank(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str
         watched = (place, orphan_seconds)
         threading.Thread(target=_end_without_caller, args=watched, name="distwrap-caller", daemon=True).start()
     with copied(log_dir, rank):
-        code = worker.work(_JobLink(plan, place))
+        # Slurm ends the processes of a job with it.
+        code = worker.work(worker.FolderLink(OutcomeFolder(place), lambda: _assignment(plan), is_child=False))
     worker.leave(code)
 
 
-class _JobLink:
-    """The link of a rank that is a task of a Slurm job."""
+def _assignment(plan: Assignment) -> Assignment:
+    context = plan.context
+    assert context is not None
+    # Slurm has brought the caller's variables along, beside those of the task.
+    return replace(plan, placement=_placement(), context=replace(context, environ=dict(os.environ)))
 
-    def __init__(self, plan: Assignment, folder: Path) -> None:
-        self._plan, self._folder = plan, folder
 
-    def tie(self) -> None:
-        """Nothing: Slurm ends the processes of a job with it."""
-
-    def assignment(self) -> Assignment:
-        placement = self._placement()
-        surroundings = self._plan.surroundings
-        assert surroundings is not None
-        # Slurm has brought the caller's variables along, beside those of the task.
-        return replace(self._plan, placement=placement, surroundings=replace(surroundings, environ=dict(os.environ)))
-
-    def _placement(self) -> Placement:
-        if os.environ["SLURM_NTASKS"] == "1":  # otherwise no sign of an outer launcher
-            job = f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-            return Placement(master_addr="127.0.0.1", source="slurm", job=job)
-        placement = detect(os.environ)
-        assert isinstance(placement, Placement)
-        return placement
-
-    def report(self, outcome: Outcome) -> None:
-        write_whole(outcome_file(self._folder, outcome.rank), pickle.dumps(outcome))
+def _placement() -> Placement:
+    if os.environ["SLURM_NTASKS"] == "1":  # otherwise no sign of an outer launcher
+        job = f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        return Placement(master_addr="127.0.0.1", source="slurm", job=job)
+    placement = detect(os.environ)
+    assert isinstance(placement, Placement)
+    return placement
 
 
 def _end_without_caller(folder: Path, seconds: float) -> None:

@@ -26,4 +26,4 @@ def _command(fd: int) -> list[str]:
 
 def main(fd: int) -> None:
     """Be a rank, in a fresh interpreter that holds the far end of the connection."""
-    worker.be_a_rank(Connection(fd))
+    worker.rank_main(Connection(fd))

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from distwrap.environments import Placement, distwrap_environment
-from distwrap.launch.other_callers import OtherCallers
+from distwrap.launch.peer_launchers import PeerLaunchers
 from distwrap.launch.task import NodePlan
 from distwrap.network import memory_file
-from distwrap.supervision import board
-from distwrap.supervision.board import BOARD
+from distwrap.supervision import shared_status
+from distwrap.supervision.shared_status import BOARD
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store and the ranks of a launch, as its caller sees them.
 
     Attributes:
@@ -35,17 +35,17 @@ class Meeting:
     ranks: tuple[int, ...]
     world_size: int
     placement: Callable[[int], Placement]
-    others: OtherCallers | None = None
+    others: PeerLaunchers | None = None
     number: int = 1
 
 
-def on_one_node(store: str, nprocs: int) -> Meeting:
+def on_one_node(store: str, nprocs: int) -> Rendezvous:
     """Return the meeting of all ranks on this node."""
-    return Meeting(store, tuple(range(nprocs)), nprocs, lambda rank: distwrap_environment.on_one_node(rank, nprocs))
+    return Rendezvous(store, tuple(range(nprocs)), nprocs, lambda rank: distwrap_environment.on_one_node(rank, nprocs))
 
 
 @contextmanager
-def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
+def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Rendezvous]:
     """Hold the store in which the ranks meet; on several nodes, wait for the callers of all of them first.
 
     Args:
@@ -57,9 +57,9 @@ def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
         with place() as path:
             yield on_one_node(path, nprocs)
         return
-    others = OtherCallers(plan, nprocs, seconds)
+    others = PeerLaunchers(plan, nprocs, seconds)
     try:
-        yield Meeting(others.place, others.ranks, others.world_size, others.placement, others)
+        yield Rendezvous(others.place, others.ranks, others.world_size, others.placement, others)
     except BaseException as error:
         others.tell(error)
         raise
@@ -74,7 +74,7 @@ def place() -> Iterator[str]:
         fds = [memory_file.make(name) for name in ("distwrap-store", BOARD)]
         path, beside = map(memory_file.path_of, fds)
         try:
-            board.hold(path, beside)
+            shared_status.hold(path, beside)
             yield path
         finally:
             for fd in fds:
@@ -82,5 +82,5 @@ def place() -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="distwrap-") as folder:  # readable by this user alone
         path, beside = (os.path.join(folder, name) for name in ("store", "board"))
-        board.hold(path, beside)
+        shared_status.hold(path, beside)
         yield path

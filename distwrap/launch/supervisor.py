@@ -1,6 +1,5 @@
 """Wait for the processes of the ranks, and end all of them when one fails."""
 
-import math
 import signal
 import socket
 import time
@@ -10,12 +9,13 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from distwrap.errors import WorkerTimeoutError
-from distwrap.launch.outcome import Outcome, death, first_cause, patience_after, raise_if_failed
+from distwrap.launch.outcome import Outcome, collect, death, raise_if_failed
 from distwrap.launch.processes import OomCount, Process, describe_exit
-from distwrap.launch.signals import PassedOn, end_in_one_line
-from distwrap.launch.store_file import Meeting
+from distwrap.launch.signals import SignalForwarder, end_in_one_line
+from distwrap.launch.store_file import Rendezvous
 from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
+from distwrap.supervision.failure import Failure
 from distwrap.wording import named_ranks, print_notice
 
 EXIT_SECONDS = 7.0  # for a rank that has reported to end by itself; a loader waits 5 s for a worker, and ends it
@@ -25,10 +25,10 @@ INTERRUPT_SECONDS = 2.0  # between SIGINT and SIGTERM
 
 def supervise(
     processes: Sequence[Process],
-    met: Meeting,
+    met: Rendezvous,
     *,
     seconds: float | None = None,
-    signals: PassedOn | None = None,
+    signals: SignalForwarder | None = None,
     rank_zero_is_caller: bool = False,
 ) -> list[Outcome]:
     """Wait until every rank has reported and ended, and return the outcomes in rank order.
@@ -46,11 +46,13 @@ def supervise(
         WorkerDiedError: a rank's process ended without a report.
         WorkerTimeoutError: the ranks were not done in time, or none of them moved any more.
     """
+    oom_kills = OomCount()
     try:
-        outcomes, late = _collect(processes, met, seconds)
+        waiting: dict[Any, Process] = {process.conn: process for process in processes}
+        outcomes = collect(lambda left, cause: _receive(waiting, met, oom_kills, left, cause), seconds)
         raise_if_failed(outcomes)
-        if late:
-            raise _timed_out(late, seconds, met)
+        if waiting:
+            raise _timed_out(list(waiting.values()), seconds, met)
     except BaseException as error:
         caller = 0 if rank_zero_is_caller else None  # and no other rank has raised it
         by_hand = isinstance(error, KeyboardInterrupt) and getattr(error, "rank", caller) == caller
@@ -69,37 +71,22 @@ def supervise(
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
-def _collect(processes: Sequence[Process], met: Meeting, seconds: float | None) -> tuple[list[Outcome], list[Process]]:
-    """Wait for the outcomes of all ranks; after a failure only for those that may tell more of it.
-
-    Returns:
-        The outcomes, and the processes of which there is none.
-    """
+def _receive(
+    waiting: dict[Any, Process], met: Rendezvous, oom_kills: OomCount, seconds: float | None, cause: Failure | None
+) -> list[Outcome]:
+    """Wait for outcomes of these ranks, which are taken out, or for news of other nodes."""
     others = met.others
-    outcomes: list[Outcome] = []
-    failed: list[Outcome] = []
-    waiting: dict[Any, Process] = {process.conn: process for process in processes}
-    deadline = math.inf if seconds is None else time.monotonic() + seconds
-    oom_kills = OomCount()
-    while True:
-        # The cause may be on another node, as long as all failures here are secondary.
-        elsewhere = [others.news] if others is not None and (not failed or first_cause(failed).is_secondary) else []
-        ready = wait([*waiting, *elsewhere], _remaining(deadline)) if waiting or (failed and elsewhere) else []
-        if not ready:
-            return outcomes, list(waiting.values())
-        for conn in ready:
-            process = waiting.pop(conn, None)
-            outcome = elsewhere[0].recv() if process is None else _received(process, oom_kills, met)
-            outcomes.append(outcome)
-            if outcome.failed:
-                failed.append(outcome)
-                if others is not None and first_cause(failed).is_secondary:
-                    others.hurry()
-                patience = 0.0 if process is None else patience_after(failed)
-                deadline = min(deadline, time.monotonic() + patience)
+    if others is not None and cause is not None and cause.secondary:
+        others.hurry()
+    # The cause may be on another node, as long as all failures here are secondary.
+    elsewhere = [others.news] if others is not None and (cause is None or cause.secondary) else []
+    if not waiting and (cause is None or not elsewhere):
+        return []
+    ready: list[Any] = wait([*waiting, *elsewhere], seconds)
+    return [_received(waiting.pop(conn), oom_kills, met) if conn in waiting else conn.recv() for conn in ready]
 
 
-def _received(process: Process, oom_kills: OomCount, met: Meeting) -> Outcome:
+def _received(process: Process, oom_kills: OomCount, met: Rendezvous) -> Outcome:
     """Return what a rank has reported, or how it has ended without a report."""
     try:
         outcome: Outcome = process.conn.recv()
@@ -167,14 +154,10 @@ def stop(processes: Sequence[Process], *, all_they_started: bool = False, interr
 
 
 def _all_leave(processes: Sequence[Process], deadline: float) -> bool:
-    return all(process.exitcode(_remaining(deadline) or 0) is not None for process in processes)
+    return all(process.exitcode(max(0.0, deadline - time.monotonic())) is not None for process in processes)
 
 
-def _remaining(deadline: float) -> float | None:
-    return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-
-
-def _timed_out(late: list[Process], seconds: float | None, met: Meeting) -> WorkerTimeoutError:
+def _timed_out(late: list[Process], seconds: float | None, met: Rendezvous) -> WorkerTimeoutError:
     places = _positions(met)
     for process in late:
         process.signal(signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
@@ -187,13 +170,13 @@ def _timed_out(late: list[Process], seconds: float | None, met: Meeting) -> Work
     )
 
 
-def _positions(met: Meeting) -> str:
+def _positions(met: Rendezvous) -> str:
     try:
         return hang_report.ask_all(side_store(met.store, met.number), met.world_size)
     except RuntimeError as error:
         return f"  the ranks cannot be asked: {error}"
 
 
-def print_where_all_are(met: Meeting) -> None:
+def print_where_all_are(met: Rendezvous) -> None:
     """Print where each rank is, in answer to SIGQUIT."""
     print_notice(f"where the ranks are:\n{_positions(met)}")

@@ -13,6 +13,7 @@ from distwrap.errors import OptionError
 from distwrap.launch.accelerator import Accelerator
 from distwrap.launch.settings import Settings
 from distwrap.options import Options
+from distwrap.protocols import Launcher
 from distwrap.registry import launchers
 from distwrap.seeding import RandomState
 
@@ -40,7 +41,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class CallerContext:
     """State of a process in which the caller's function would run as it does in the caller."""
 
     environ: dict[str, str]
@@ -53,16 +54,16 @@ class Surroundings:
     accelerator: Accelerator | None
 
     @classmethod
-    def capture(cls) -> Surroundings:
-        """Read the surroundings of this process."""
+    def capture(cls) -> CallerContext:
+        """Read the context of this process."""
         umask = os.umask(0)
         os.umask(umask)
-        random, settings = RandomState.capture(), Settings.capture()
+        random, settings = RandomState.capture(), Settings()
         path, argv, accelerator = list(sys.path), list(sys.argv), Accelerator.capture()
         return cls(dict(os.environ), os.getcwd(), path, argv, umask, random, settings, accelerator)
 
     def restore(self) -> None:
-        """Make this process like the one whose surroundings these are, but for its settings, which imports change."""
+        """Make this process like the one whose context these are, but for its settings, which imports change."""
         if dict(os.environ) != self.environ:
             os.environ.clear()
             os.environ.update(self.environ)
@@ -82,7 +83,7 @@ class Assignment:
         returns: whose value goes home: rank 0's, each rank's own, or rank 0's list of all that the ranks gather.
         threads: number of threads to compute with; ``None`` leaves it to the user's variables.
         payload: the packed task; ``None`` where the rank has it, as a fork does.
-        surroundings: ``None`` where the rank has them.
+        context: ``None`` where the rank has them.
         random: the caller's random numbers, where the rank is a fork, in which Python seeds `random` anew.
         main_path: script to import before the payload is unpacked, where something in it goes by reference.
         main_module: the same as ``python -m`` names it, where the script was started so.
@@ -97,7 +98,7 @@ class Assignment:
     returns: Literal["rank0", "all", "gathered"] = "rank0"
     threads: int | None = None
     payload: bytes | None = None
-    surroundings: Surroundings | None = None
+    context: CallerContext | None = None
     random: RandomState | None = None
     main_path: str | None = None
     main_module: str | None = None
@@ -136,8 +137,13 @@ class NodePlan:
         return self.max_nodes > 1
 
 
-def resolve(options: Options, node: Node | None) -> NodePlan:
+def resolve(options: Options, node: Node | None, launcher: Launcher | None = None) -> NodePlan:
     """Return the plan on which the options and the environment of this node agree.
+
+    Args:
+        options: of the call.
+        node: what the environment says.
+        launcher: by default the one of the options.
 
     Raises:
         OptionError: they contradict each other, or half of what several nodes need is missing.
@@ -166,7 +172,7 @@ def resolve(options: Options, node: Node | None) -> NodePlan:
     if node_rank is not None and not 0 <= node_rank < high:
         how_many = " Say how many there are with nnodes." if high == 1 else f" It must be 0 to {high - 1}."
         raise OptionError(f"node_rank={node_rank}, but there are {high} node(s).{how_many}")
-    launcher = launchers.make(options.launcher)
+    launcher = launcher or launchers.make(options.launcher)
     restarts = low < high or max_restarts > 0
     cannot = "several nodes" if high > 1 and not launcher.several_nodes else ""
     if restarts and not (launcher.restarts or launcher.start_method):

@@ -13,7 +13,6 @@ import time
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -22,7 +21,7 @@ from torch import nn
 
 from distwrap import retrofit
 from distwrap._internals.python import run_interpreter_end
-from distwrap.environments import distwrap_environment
+from distwrap.environments import Placement, distwrap_environment
 from distwrap.errors import WorkerError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.collectives import gather_object
@@ -30,9 +29,8 @@ from distwrap.group.setup import abandon_process_group, announce, finish_process
 from distwrap.group.world import active_world, current_world
 from distwrap.launch import transport
 from distwrap.launch.callers_models import given_models, say_what_stays
-from distwrap.launch.outcome import Exit, Outcome, failure, success
+from distwrap.launch.outcome import CleanExit, Outcome, OutcomeFolder, failure, success
 from distwrap.launch.task import Assignment, Task
-from distwrap.live_objects import mark_as_forked
 from distwrap.model.checks import diagnosis
 from distwrap.model.checks.optimizers import Optimizers
 from distwrap.network.rendezvous import count_meetings_anew
@@ -40,7 +38,7 @@ from distwrap.registry import strategies
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
 from distwrap.standard_input import leave_to_rank_zero
-from distwrap.supervision.failure_news import Failure
+from distwrap.supervision.failure import Failure
 
 T = TypeVar("T")
 
@@ -56,7 +54,7 @@ class LauncherLink(Protocol):
     A launcher whose ranks are another program's children brings a link of its own; `PipeLink` is that of ours.
     """
 
-    def tie(self) -> None:
+    def bind_lifetime(self) -> None:
         """Prepare this process as a rank, first of all: tie its life to the launcher's, where nobody else does."""
 
     def assignment(self) -> Assignment:
@@ -76,8 +74,8 @@ class PipeLink:
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
 
-    def tie(self) -> None:
-        tie_to_parent()
+    def bind_lifetime(self) -> None:
+        bind_to_parent()
         # The launcher takes its end for the end of the rank: nothing that the rank starts may hold it too.
         os.register_at_fork(after_in_child=self._conn.close)
         os.set_inheritable(self._conn.fileno(), False)
@@ -92,7 +90,33 @@ class PipeLink:
             self._conn.send(outcome)
 
 
-def tie_to_parent() -> None:
+class FolderLink:
+    """The link of a rank that another program has started: its outcome is a file in a folder of the launch.
+
+    Args:
+        folder: the folder.
+        assignment: returns this rank's instructions.
+        is_child: whether this process's life is to end with its parent's.
+    """
+
+    def __init__(self, folder: OutcomeFolder, assignment: Callable[[], Assignment], *, is_child: bool = True) -> None:
+        self._folder, self._assignment, self._is_child = folder, assignment, is_child
+        self._placement: Placement | None = None
+
+    def bind_lifetime(self) -> None:
+        if self._is_child:
+            bind_to_parent()
+
+    def assignment(self) -> Assignment:
+        assignment = self._assignment()
+        self._placement = assignment.placement
+        return assignment
+
+    def report(self, outcome: Outcome) -> None:
+        self._folder.put(outcome, self._placement)
+
+
+def bind_to_parent() -> None:
     """Tie this process's life to its parent's, and make it stoppable together with all that it starts."""
     if sys.platform == "linux":  # the kernel then kills it also where it is stuck in native code
         PR_SET_PDEATHSIG = 1
@@ -101,7 +125,7 @@ def tie_to_parent() -> None:
         os.setsid()  # a Ctrl-C reaches the caller alone
 
 
-def be_a_rank(conn: Connection, task: Task | None = None) -> NoReturn:
+def rank_main(conn: Connection, task: Task | None = None) -> NoReturn:
     """Be a rank for the rest of this process's life, given the far end of the launcher's connection; see `work`."""
     leave(work(PipeLink(conn), task, finish=finish_process_group))
 
@@ -117,19 +141,17 @@ def work(link: LauncherLink, task: Task | None = None, *, finish: Callable[[], N
     Returns:
         The exit code for this process.
     """
-    link.tie()
+    link.bind_lifetime()
     make_output_readable()
     count_meetings_anew()
-    if task is not None:
-        mark_as_forked()
     try:
         assignment = link.assignment()
     except (EOFError, OSError):
         return 1  # the launcher is gone, and nobody is left to tell
     rank = assignment.placement.rank
     try:
-        value = or_told(link, rank, lambda: _run(assignment, task, link))
-    except FailureTold:
+        value = report_failures(link, rank, lambda: _run(assignment, task, link))
+    except FailureReported:
         return 1
     link.report(success(rank, value))  # before the goodbye: who waits for us in vain can be told of our end
     _say_from_now_on()
@@ -146,8 +168,8 @@ def _say_from_now_on() -> None:
 
 def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes | None:
     """Return the pickled part of the run that the caller wants."""
-    if assignment.surroundings is not None:
-        assignment.surroundings.restore()
+    if assignment.context is not None:
+        assignment.context.restore()
     if assignment.random is not None:
         assignment.random.restore()
     use_threads(assignment)  # before the user's modules, which may choose another number
@@ -161,10 +183,10 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
     if task is None:
         assert assignment.payload is not None
         task = transport.unpack(assignment.payload)
-    if assignment.surroundings is not None:
-        assignment.surroundings.settings.restore()  # after all imports, as the caller may have made them
-        if assignment.surroundings.accelerator is not None:
-            assignment.surroundings.accelerator.learn()
+    if assignment.context is not None:
+        assignment.context.settings.restore()  # after all imports, as the caller may have made them
+        if assignment.context.accelerator is not None:
+            assignment.context.accelerator.learn()
     given = given_models(task)
     value, trained = take_part(
         assignment, task, lambda report: stalled(report, link, place.rank), lambda first: _lost(first, link, place.rank)
@@ -212,7 +234,7 @@ def take_part(
             if failures.is_failure(error):
                 raise
             world.wait()
-            value, trained = Exit(), []  # the others go on; whoever waits for this rank learns that it has left
+            value, trained = CleanExit(), []  # the others go on; whoever waits for this rank learns that it has left
     world.conclude()
     return (gather_object(value) if assignment.returns == "gathered" else value), trained
 
@@ -240,15 +262,15 @@ def packed(assignment: Assignment, task: Task, value: Any, trained: list[Retrofi
     )
 
 
-class FailureTold(Exception):
+class FailureReported(Exception):
     """Failure of this rank of which its launcher already knows."""
 
 
-def or_told(link: LauncherLink, rank: int, call: Callable[[], T]) -> T:
+def report_failures(link: LauncherLink, rank: int, call: Callable[[], T]) -> T:
     """Return what the call returns; if it fails, report the failure, and forget the process group.
 
     Raises:
-        FailureTold: it has failed, also with SystemExit or KeyboardInterrupt.
+        FailureReported: it has failed, also with SystemExit or KeyboardInterrupt.
     """
     first: BaseException | None = None
     try:
@@ -259,7 +281,7 @@ def or_told(link: LauncherLink, rank: int, call: Callable[[], T]) -> T:
             _tell(link, rank, first)
     except RuntimeError as error:  # torch's handler for loader workers, before `_tell` could switch it off
         _tell(link, rank, first or error)
-    raise FailureTold
+    raise FailureReported
 
 
 def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
@@ -281,8 +303,8 @@ def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
 def _lost(first: Failure, link: LauncherLink, rank: int) -> None:
     """Report that this process ends because another rank has failed; called in the side channel's thread."""
     _is_lost.set()
-    error = WorkerError(f"rank {rank} was ended, since another {failures.NAMED}{first}", rank=rank)
-    link.report(replace(failure(rank, error), is_secondary=True))
+    words = f"rank {rank} was ended, since another failed first: {first}"
+    link.report(failure(rank, WorkerError(words, rank=rank, secondary=True)))
 
 
 def stalled(report: str, link: LauncherLink, rank: int) -> NoReturn:

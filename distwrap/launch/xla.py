@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from distwrap import locked_folder
 from distwrap.data import workers
 from distwrap.errors import LaunchError, OptionError
 from distwrap.launch.base import Job, Launcher
-from distwrap.launch.outcome import Outcome, raise_failure
+from distwrap.launch.outcome import Outcome, OutcomeFolder, raise_if_failed
 from distwrap.launch.store_file import place
 from distwrap.launch.task import Assignment
-from distwrap.launch.xla_rank import be_a_rank
+from distwrap.launch.xla_rank import rank_main
 
 _KIND = "xla"  # of our temporary folders
 
@@ -51,16 +50,14 @@ class XlaLauncher(Launcher):
         try:
             with place() as store:
                 try:
-                    torch_xla.launch(be_a_rank, args=(pickle.dumps(replace(plan, store=store)), str(folder)))
+                    torch_xla.launch(rank_main, args=(pickle.dumps(replace(plan, store=store)), str(folder)))
                 except Exception as error:  # noqa: BLE001 - as of a process that is gone; a rank has told more
                     failure = error
-            outcomes = [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob("rank-*"))]
+            outcomes = [outcome for outcome, _ in OutcomeFolder(folder).read()]
         finally:
             locked_folder.remove(folder)
             workers.remove_what_is_left()
-        failed = [outcome for outcome in outcomes if outcome.failed]
-        if failed:
-            raise_failure(failed)
+        raise_if_failed(outcomes)
         if failure is not None or not outcomes:
             raise LaunchError(f"launcher='xla': torch_xla.launch() has failed: {failure!r}.") from failure
         return outcomes

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distwrap.checks import one_of
-from distwrap.devices.streams import SideStream
+from distwrap.devices.kinds import SideStream
 from distwrap.group.collectives import broadcast, reduce
 from distwrap.group.world import current_world, say
 from distwrap.model.checks.in_sync import fingerprint, statistics_of
@@ -89,7 +89,7 @@ class Buffers:
             self._kept = {key: value.to("cpu", copy=True) for key, value in self._trained(model).items()}
             self._kept_at = self.forwards
             return
-        with current_world().part(Activity).waiting():
+        with current_world().part(Activity).waiting("work", (self._source,)):
             data = self._channel.work.ask(self._name, self._source, [self.forwards, PATIENCE if waits else 0.0])
         at, pauses, answer = torch.load(io.BytesIO(data), weights_only=True)
         if 0 <= at < self.forwards or (at >= 0 and pauses == self._pauses):

@@ -24,8 +24,7 @@ from distwrap.precision import InPrecision
 from distwrap.protocols import Strategy
 from distwrap.registry import strategies
 from distwrap.strategies import base
-from distwrap.strategies.choice import recommended
-from distwrap.strategies.estimate import Need, estimate, optimizer as optimizer_named
+from distwrap.strategies.estimate import Need, estimate, optimizer as optimizer_named, recommended
 
 
 def _of_chosen(name: str) -> Callable[..., Any]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copyreg
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distwrap._internals.torch import version_of
+from distwrap._internals.torch_autograd import look_at_backwards, nodes_of
 from distwrap._internals.torch_divided import DividedTensorRules
 from distwrap._internals.torch_sharding import own_parameters
 from distwrap.errors import ModelError
@@ -22,7 +24,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.checks.in_sync import fingerprint
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
-from distwrap.strategies.adoption import ReplacedParameter
+from distwrap.strategies.parameter_swap import ReplacedParameter
 from distwrap.strategies.rendezvous import Rendezvous
 
 _SAVES_PARTS = ("torch.distributed.checkpoint", "distwrap.checkpoint")
@@ -114,11 +116,18 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
             wholes[tensor] = _gathered(tensor)
         own[name] = wholes[tensor]
     before, versions = _marks(wholes), [version_of(tensor) for tensor in wholes]
+    loads = [
+        part.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
+        for part in net.modules()
+        if divided
+    ]
     try:
         yield
         _refuse_lost(divided, wholes, versions)
         _refuse_unlike(_marks(wholes) if divided else [])
     finally:
+        for handle in loads:
+            handle.remove()
         for own, name, tensor in divided:
             own[name] = tensor
         for (tensor, whole), was, now in zip(wholes.items(), before, _marks(wholes), strict=True):
@@ -130,6 +139,13 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
                 tensor.requires_grad_(whole.requires_grad)
                 whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
             whole.__class__ = ReplacedParameter
+
+
+def _refuse_load(module: nn.Module, *given: Any) -> NoReturn:
+    raise ModelError(
+        "load_state_dict() within gathered_weights(): it divides what it loads, and weights are "
+        "whole there. Call it outside of the 'with', or copy_() the numbers of each weight."
+    )
 
 
 def _refuse_lost(divided: list[Any], wholes: Mapping[DTensor, nn.Parameter], versions: list[int]) -> None:
@@ -210,3 +226,47 @@ def _callers() -> Iterator[str]:
         yield frame.f_globals.get("__name__", "")
         frame = frame.f_back
     yield ""
+
+
+class Exchanging(Protocol):
+    """Model whose parameters get their gradients from an exchange, and not from autograd."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+
+    def exchanges(self, nodes: Iterable[Any]) -> bool:
+        """Return whether autograd passes gradients to the exchange at any of these nodes of a graph."""
+
+
+class NamedInputs(RunPart):
+    """Check of each backward of a run that has ``inputs=``.
+
+    Attributes:
+        models: the models to check, as long as something refers to them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.models: WeakSet[Exchanging] = WeakSet()
+        self._stop = look_at_backwards(self._refuse)
+
+    def close(self) -> None:
+        """Stop checking backwards."""
+        self._stop()
+
+    def _refuse(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Refuse to compute gradients that would stay ``None``, or lack the part from an exchange.
+
+        Raises:
+            ModelError: they would; the message says what to do instead.
+        """
+        named = {id(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor)}
+        models = [each for each in self.models if not named.isdisjoint(map(id, each.model.parameters()))]
+        if any(each.exchanges(nodes_of(outputs)) for each in models):
+            raise ModelError(
+                f"rank {self._world.placement.rank}: a backward through a divided model names parameters, as "
+                "backward(inputs=…) or torch.autograd.grad(loss, parameters), and would give them no "
+                "gradients, since these come from an exchange. Call loss.backward() and read parameter.grad; "
+                "freeze parameters that need no gradient before the forward, by requires_grad_(False)."
+            )

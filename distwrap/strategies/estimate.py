@@ -1,4 +1,4 @@
-"""Estimate the memory of a rank under each strategy from a model's parameters, without allocating any.
+"""Estimate the memory of a rank under each strategy from a model's parameters, and choose one that fits.
 
 The numbers are those of a step's peak without activations, which no strategy divides.
 """
@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from distwrap import entry_points
 from distwrap.checks import parsed
-from distwrap.errors import ModelError, OptionError
+from distwrap.errors import OptionError
 from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
-from distwrap.strategies.optimizer_share import balanced
-from distwrap.wording import first_line, unknown_name
+from distwrap.strategies.zero import balanced
+from distwrap.wording import as_size, first_line, unknown_name
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 
@@ -95,42 +95,6 @@ def estimate(
     else:
         needs.append(_divided("hsdp", model, kept, ranks_a_node, make))
     return [*needs, _divided("fsdp", model, kept, ranks, make)]
-
-
-def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
-    """Estimate the fullest stage of a pipeline over all ranks. While a model is wrapped, each rank has all of it.
-
-    Args:
-        model: a model on any device, also the meta device.
-        ranks: the number of ranks, each with one stage.
-        in_precision: the precision in which the model is trained.
-        make: makes the optimizer whose state is measured.
-
-    Example:
-        >>> blocks = nn.Sequential(*(nn.Linear(9, 9) for _ in range(5)))
-        >>> estimate_stages(blocks, 2, InPrecision("32", torch.device("cpu")), optimizer("sgd")).parameters
-        1080
-    """
-    from distwrap.strategies.pipeline.blocks import find_blocks  # torch's pipelines, which take a while to import
-
-    if ranks == 1:
-        return Need("pipeline", why_not="one rank has no other to share with")
-    model = unwrap_model(model)
-    try:
-        places = find_blocks(model, ranks, None).places(model)
-    except ModelError:
-        return Need("pipeline", why_not=f"no list of at least {ranks} blocks, for as many stages")
-    kept = _Kept(model, in_precision)
-    state = state_bytes(kept.trained, make)
-    named = [(name, kept.of[id(each)]) for name, each in model.named_parameters(remove_duplicate=False)]
-    needs = []
-    for stage in range(ranks):
-        own = list({each: None for name, each in named if stage in places[name]})
-        trained = [each for each in own if each.requires_grad]
-        buffers = [buffer for name, buffer in model.named_buffers() if stage in places[name]]
-        held = _bytes(own) + _bytes(buffers)
-        needs.append(Need("pipeline", held, _bytes(trained), 0, sum(state[each] for each in trained)))
-    return max(needs, key=lambda need: need.total)
 
 
 def optimizer(text: str) -> MakeOptimizer:
@@ -260,3 +224,57 @@ def _of_torch(name: str) -> type[Optimizer]:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+# Shares of a device that an estimate may fill. The rest is for unknown activations, and for torch's temporary memory
+# and fragmentation.
+_WITHOUT_ACTIVATIONS, _WITH_ACTIVATIONS = 0.75, 0.88
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recommendation.
+
+    Attributes:
+        strategy: the name of the strategy.
+        fits: whether its estimate leaves room in a rank's memory.
+        why: the numbers, in words.
+    """
+
+    strategy: str
+    fits: bool
+    why: str
+
+
+def recommended(needs: Sequence[Need], memory: int, activations: int | None = None) -> Choice:
+    """Return the first strategy that leaves room in a rank's memory, or else the one that needs least.
+
+    Args:
+        needs: the needs of the strategies, from the simplest on.
+        memory: the bytes of a rank's device.
+        activations: the bytes of activations; ``None`` if unknown.
+
+    Example:
+        >>> needs = [Need("ddp", 6, 6, 6, 12), Need("zero1", 6, 6, 6, 6), Need("fsdp", 3, 3, 0, 6, 4)]
+        >>> recommended(needs, 34)
+        Choice(strategy='zero1', fits=True, why='it needs 24 B of 34 B a rank; ddp 30 B')
+    """
+    possible = [need for need in needs if not need.why_not]
+    fitting = [need for need in possible if fit(need, memory, activations) == "fits"]
+    chosen = fitting[0] if fitting else min(possible, key=lambda need: need.total)
+    others = ", ".join(
+        f"{need.strategy} {as_size(need.total + (activations or 0))}" for need in possible[: possible.index(chosen)]
+    )
+    why = f"it needs {as_size(chosen.total + (activations or 0))} of {as_size(memory)} a rank{others and '; '}{others}"
+    if not fitting:
+        why = f"no strategy fits, and this one needs least: {why}. Take more ranks, or a smaller model"
+    return Choice(chosen.strategy, bool(fitting), why)
+
+
+def fit(need: Need, memory: int, activations: int | None = None) -> str:
+    """Return ``"fits"``, ``"tight"`` if too little room is left, ``"too large"``, or an empty text if unknown."""
+    if need.why_not:
+        return ""
+    share = _WITHOUT_ACTIVATIONS if activations is None else _WITH_ACTIVATIONS
+    total = need.total + (activations or 0)
+    return "fits" if total <= share * memory else "tight" if total <= memory else "too large"

@@ -6,8 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from distwrap.devices.kinds import accelerator_of_torch
-from distwrap.devices.vendors import VENDORS
+from distwrap.devices.kinds import VENDORS, accelerator_of_torch
 from distwrap.errors import OptionError
 from distwrap.protocols import Strategy
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.errors import ModelError, OptionError
+from distwrap.versions import MATRIX_OPTIMIZERS
 
 # The number alone, as Adam's; its whole parameter, as a norm of one weight; or all parameters of the optimizer, as a
 # norm of all gradients. What draws random numbers is "all", since ranks that step other parameters would draw apart.
@@ -46,6 +50,9 @@ _KNOWN: dict[tuple[str, str], Scope] = {
     ("timm", "Lamb"): "all",
     ("transformers", "Adafactor"): "parameter",
 }  # fmt: skip
+
+# Whether the state of an optimizer is put together from that of all ranks.
+PUTS_TOGETHER: ContextVar[bool] = ContextVar("puts_together", default=False)
 
 # What a subclass may have of its own without stepping otherwise than its parent.
 _HARMLESS = {"__init__", "__repr__", "__setstate__", "add_param_group", "load_state_dict", "state_dict", "zero_grad"}
@@ -113,3 +120,36 @@ def refuse_scope(optimizer: Optimizer, takes: Sequence[Scope] = ("element", "par
         f"{name} steps by a weight as a whole. Under this strategy each rank steps a row of numbers, out of one weight "
         "or several. Use strategy='zero1' or 'ddp' for it, or an optimizer that treats each number by itself, as AdamW."
     )
+
+
+def refuse_whole(optimizer: Optimizer, *, in_pieces: bool = False) -> None:
+    """Refuse an optimizer whose step needs all parameters at once, or a whole parameter that is in pieces.
+
+    Raises:
+        ModelError: the optimizer is one of these.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            f"{name} steps all parameters together along one direction, so its state cannot be divided over "
+            "the ranks. Use strategy='ddp' for it, or an optimizer that treats each parameter by itself, as AdamW."
+        )
+    if in_pieces and isinstance(optimizer, MATRIX_OPTIMIZERS):
+        raise ModelError(
+            f"{name} needs each weight as a whole matrix, and under this strategy each rank has a piece of it. "
+            "Use strategy='zero1' for it, or an optimizer that treats each number by itself, as AdamW."
+        )
+
+
+def refuse_sparse(model: nn.Module, strategy: str) -> None:
+    """Refuse a model with sparse gradients, which cannot be divided.
+
+    Raises:
+        ModelError: a module has sparse gradients.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ModelError(
+                f"{strategy} divides gradients, and {name or 'the model itself'!r} makes sparse ones. Leave out "
+                f"sparse=True, or use strategy='zero1' or 'ddp'."
+            )

@@ -107,12 +107,13 @@ def wrap_model(
     check_forward_methods(model, forward_methods)
     _refuse_divided(model, world)
     world.part(Unwrapped).local.discard(model)
+    says_more = any(each is not None for each in (strategy, comm, precision))
     precision = precision if precision is not None else world.options.precision
     run = replace(world.options, strategy=chosen, precision=precision, comm=algorithm)
-    if strategy is not None:
+    if says_more:
         chosen.check(run)
-        if chosen.formerly:
-            say_once(f"formerly {chosen.formerly}", f"strategy={chosen.formerly!r} is here {chosen!r}")
+    if strategy is not None and chosen.formerly:
+        say_once(f"formerly {chosen.formerly}", f"strategy={chosen.formerly!r} is here {chosen!r}")
     chosen = chosen.choose(model, run, where)
     in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))

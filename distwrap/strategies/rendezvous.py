@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from distwrap._internals.torch import collectives_begun
 from distwrap._internals.torch_autograd import in_backward
-from distwrap._internals.torch_groups import collectives_begun
 from distwrap._internals.torch_tree import tensors_in, tree_leaves
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.world import RunPart, World, current_world

@@ -1,24 +1,37 @@
-"""Functions for tensors of which each rank holds a shard (``DTensor``): gather, compare, and fill from whole ones.
+"""Tensors and states that are divided over the ranks: gather, compare, fill and load them.
 
+A tensor of which each rank has a shard is a ``DTensor``. One that some ranks have whole, and others not at all, as a
+stage's weight or the state of a parameter that one rank steps, is known by its holders; as a part of a checkpoint it
+is a ``DTensor`` on a mesh of its first holder alone.
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from distwrap._internals.torch_sharding import is_in_pieces
+from distwrap._internals.torch_sharding import is_in_pieces, set_timeout
+from distwrap.group.collectives import broadcast, gather_object
+from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.checks.in_sync import ComparedTensor, left_to_ranks
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.nesting import rebuilt, refilled
+from distwrap.strategies.optimizer_scope import PUTS_TOGETHER
+from distwrap.wording import named_ranks
+
+# The ranks that hold a tensor of a model, or the state of a parameter, by its id; others are shards, or on all ranks.
+Holders = Mapping[int, Collection[int]]
+_PIECE = "distwrap: a tensor of"  # marks a tensor of another rank among plain values
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,18 +65,6 @@ def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     local(tensor).copy_(local(divided_like(tensor, whole)))
 
 
-def held(model: nn.Module) -> Iterator[ComparedTensor]:
-    """Yield the tensors of a model of which several ranks have the same part."""
-    own = left_to_ranks(model)
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if name in own:
-            continue
-        if not isinstance(value, DTensor):
-            yield ComparedTensor(name, "", value)
-        elif (first := _first_holder(value)) is not None:
-            yield ComparedTensor(name, f"{first}: the shard that rank {first} has", local(value))
-
-
 def _first_holder(tensor: DTensor) -> int | None:
     """Return the first rank that has the same shard as this one; ``None`` if no other rank has it."""
     mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -75,70 +76,229 @@ def _first_holder(tensor: DTensor) -> int | None:
     return int(mesh.mesh[place].item())
 
 
-def full_state(thing: nn.Module | Optimizer, *, everywhere: bool) -> dict[str, Any]:
-    """Return a state with whole tensors on the CPU, on rank 0 or everywhere; every rank calls it.
+class Divided:
+    """State of one model, or of one optimizer, of which each rank has a part.
 
-    Other ranks get empty tensors instead of divided ones. No rank holds more than one tensor beside its result.
+    Args:
+        thing: the model or optimizer.
+        holders: the ranks that hold each tensor that is no shard, and not on all ranks.
     """
-    plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-    wanted = everywhere or dist.get_rank() == 0
 
-    def gathered(leaf: Any, path: tuple[Any, ...]) -> Any:
-        if not isinstance(leaf, DTensor):
-            return leaf
-        full = whole(leaf.detach())
-        return full.cpu() if wanted else full.new_empty(0, device="cpu")
+    def __init__(self, thing: nn.Module | Optimizer, holders: Holders) -> None:
+        self._net = unwrap_model(thing) if isinstance(thing, nn.Module) else nn.Module()
+        self._optimizer = None if isinstance(thing, nn.Module) else thing
+        self._holders, self._rank = holders, dist.get_rank()
 
-    return cast("dict[str, Any]", rebuilt(plain.state_dict(), gathered))
+    def held(self) -> Iterator[ComparedTensor]:
+        """Yield the tensors of the model that this rank has, with the ranks that have the same part."""
+        own, size = left_to_ranks(self._net), dist.get_world_size()
+        for name, value in (*self._net.named_parameters(), *self._net.named_buffers()):
+            ranks = sorted(self._holders.get(id(value), range(size)))
+            if name in own or self._rank not in ranks:
+                continue
+            if not isinstance(value, DTensor):
+                yield ComparedTensor(name, "" if len(ranks) == size else f"{ranks[0]}: {named_ranks(ranks)}", value)
+            elif (first := _first_holder(value)) is not None:
+                yield ComparedTensor(name, f"{first}: the shard that rank {first} has", local(value))
 
+    def state(self, *, everywhere: bool) -> dict[str, Any]:
+        """Return a state with whole tensors on the CPU, on rank 0 or everywhere; every rank calls it.
 
-def load_full_state(thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-    """Load a state of whole or divided tensors into a model or optimizer of divided tensors."""
-    if isinstance(thing, nn.Module):
-        net = unwrap_model(thing)
-        net.load_state_dict(divided_state(net, state))
-        return
-    numbered = [parameter for group in thing.param_groups for parameter in group["params"]]
-    divided = {
-        number: {name: _like_parameter(parameter, value) for name, value in state["state"][number].items()}
-        for number, parameter in enumerate(numbered)
-        if number in state["state"]
-    }
-    thing.load_state_dict({**state, "state": {**state["state"], **divided}})
+        Other ranks get empty tensors. No rank holds more than one tensor beside its result.
+        """
+        wanted = everywhere or self._rank == 0
+        known: dict[int, torch.Tensor] = {}  # a tensor that has several names is one
+
+        def gathered(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in known:
+                if isinstance(leaf, DTensor) and leaf.device_mesh.mesh.numel() == 1:
+                    owner = int(leaf.device_mesh.mesh)
+                    full = broadcast(leaf.to_local() if self._rank == owner else None, src=owner)
+                else:
+                    full = whole(leaf)
+                known[id(leaf)] = full.cpu() if wanted else full.new_empty(0, device="cpu")
+            return known[id(leaf)]
+
+        return cast("dict[str, Any]", rebuilt(self._pieces(), gathered))
+
+    def parts(self) -> dict[str, Any]:
+        """Return a state for torch's distributed checkpoint, in which each rank's piece of a tensor is a box."""
+        return cast("dict[str, Any]", rebuilt(self._pieces(), lambda leaf, path: _in_one_piece(leaf)))
+
+    def needed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a stored state with an empty shard for each divided tensor, and without those of other ranks."""
+
+        def like(pattern: Any, value: Any) -> Any:
+            if not self._is_here(pattern):
+                return rebuilt(value, lambda leaf, path: None if isinstance(leaf, torch.Tensor) else leaf)
+            if not isinstance(pattern, DTensor) or not isinstance(value, torch.Tensor) or value.shape != pattern.shape:
+                return value
+            if is_in_pieces(pattern.placements[-1]):  # not a box: the whole is read, and then divided
+                return value
+            return torch.empty_like(pattern, dtype=value.dtype, requires_grad=False)
+
+        if self._optimizer is None:
+            patterns = self._net.state_dict(keep_vars=True)
+            names = strip_module_prefix(state, target=patterns)
+            pairs = zip(state.values(), names, strict=True)
+            return cast("dict[str, Any]", refilled(state, [like(patterns.get(name), value) for value, name in pairs]))
+        held = _by_number(self._optimizer, state)
+        stored = {
+            number: {name: like(held.get(number), value) for name, value in values.items()}
+            if number in held
+            else values
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": stored}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a state of whole or divided tensors into the model or optimizer."""
+        if self._optimizer is None:
+            self._net.load_state_dict(divided_state(self._net, state))
+            return
+        held = _by_number(self._optimizer, state)
+        divided = {
+            number: {name: _like_parameter(held[number], value) for name, value in values.items()}
+            if number in held
+            else values
+            for number, values in state["state"].items()
+            if self._is_here(held.get(number))
+        }
+        self._optimizer.load_state_dict({**state, "state": divided})
+
+    def _pieces(self) -> dict[str, Any]:
+        """Return a state with a ``DTensor`` for each tensor that this rank does not have whole; a collective."""
+        if self._optimizer is not None:
+            return self._pieces_of_optimizer(self._optimizer)
+        made: dict[int, Any] = {}
+
+        def piece(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in made:
+                made[id(leaf)] = (
+                    _of_owner(leaf, min(self._holders[id(leaf)])) if id(leaf) in self._holders else leaf.detach()
+                )
+            return made[id(leaf)]
+
+        return cast("dict[str, Any]", rebuilt(self._net.state_dict(keep_vars=True), piece))
+
+    def _pieces_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        token = PUTS_TOGETHER.set(True)
+        try:
+            own = optimizer.state_dict()
+        finally:
+            PUTS_TOGETHER.reset(token)
+        if not self._holders:
+            return own
+        owners = {number: min(self._holders.get(id(each), (0,))) for number, each in _by_number(optimizer, own).items()}
+        mine = {number: state for number, state in own["state"].items() if owners.get(number, 0) == self._rank}
+        everyones = gather_object({number: rebuilt(state, _described) for number, state in mine.items()})
+        state: dict[Any, Any] = {}
+        for owner, described in enumerate(everyones):
+            for number, values in described.items():
+
+                def piece(leaf: Any, path: tuple[Any, ...], owner: int = owner, number: Any = number) -> Any:
+                    if not isinstance(leaf, tuple) or leaf[:1] != (_PIECE,):
+                        return leaf
+                    _, shape, dtype, device = leaf
+                    local = torch.empty(0, dtype=dtype, device=device)
+                    if owner == self._rank:
+                        local = mine[number]
+                        for key in path:
+                            local = local[key]
+                    return on_owner(local, shape, owner)
+
+                state[number] = rebuilt(values, piece)
+        known = sorted(
+            state, key=lambda number: (not isinstance(number, int), number if isinstance(number, int) else 0)
+        )
+        return {**own, "state": {number: state[number] for number in known}}  # in the order of one process
+
+    def _is_here(self, tensor: torch.Tensor | None) -> bool:
+        return id(tensor) not in self._holders or self._rank in self._holders[id(tensor)]
 
 
 def divided_state(net: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state, with a wrapper's prefix or without, with the keys and shards of the model."""
-    patterns = net.state_dict()
+    """Return a state, with a wrapper's prefix or without, with the keys and shards of the model.
+
+    A ``None`` in it stands for a tensor that other ranks hold.
+    """
+    patterns = net.state_dict(keep_vars=True)
     given = strip_module_prefix(state if isinstance(state, dict) else dict(state), target=net)
-    pairs = given.items()
-    divided = [divided_like(patterns[name], value) if name in patterns else value for name, value in pairs]
+
+    def like(name: str, value: Any) -> Any:
+        pattern = patterns.get(name)
+        return pattern if value is None else divided_like(pattern, value) if isinstance(pattern, DTensor) else value
+
+    divided = [like(name, value) for name, value in given.items()]
     return cast("dict[str, Any]", refilled(given, divided))  # keeps the versions of modules
 
 
-def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored state with an empty shard for each tensor that a model or optimizer has divided."""
+def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Move an optimizer's state from an old parameter to a new one, and divide it like that."""
+    if old in optimizer.state:
+        values = optimizer.state.pop(old)
+        optimizer.state[new] = {name: _like_parameter(new, value) for name, value in values.items()}
 
-    def like(pattern: Any, value: Any) -> Any:
-        if not isinstance(pattern, DTensor) or not isinstance(value, torch.Tensor) or value.shape != pattern.shape:
-            return value
-        if is_in_pieces(pattern.placements[-1]):  # not a box: the whole is read, and then divided
-            return value
-        return torch.empty_like(pattern, dtype=value.dtype, requires_grad=False)
 
-    if isinstance(thing, nn.Module):
-        net = unwrap_model(thing)
-        names, patterns = strip_module_prefix(state, target=net), dict(net.state_dict())
-        pairs = zip(state.values(), names, strict=True)
-        return cast("dict[str, Any]", refilled(state, [like(patterns.get(name), value) for value, name in pairs]))
-    numbered = [parameter for group in thing.param_groups for parameter in group["params"]]
-    stored = {
-        number: {name: like(numbered[number], value) for name, value in values.items()}
-        if number in range(len(numbered))
-        else values
-        for number, values in state["state"].items()
-    }
-    return {**state, "state": stored}
+def _described(leaf: Any, path: tuple[Any, ...]) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dim():
+        return _PIECE, tuple(leaf.shape), leaf.dtype, leaf.device.type
+    return leaf
+
+
+def _of_owner(tensor: torch.Tensor, owner: int) -> torch.Tensor:
+    """Return a tensor as one piece on its owner; a number alone is sent to all."""
+    is_mine = dist.get_rank() == owner
+    if not tensor.dim():
+        return broadcast(tensor.detach() if is_mine else None, src=owner)
+    empty = torch.empty(0, dtype=tensor.dtype, device=current_world().device)
+    return on_owner(tensor.detach().contiguous() if is_mine else empty, tuple(tensor.shape), owner)
+
+
+def on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> DTensor:
+    """Return a ``DTensor`` that is whole on its owner; every rank calls it in the same order.
+
+    Args:
+        local: the whole tensor on its owner, and an empty one of its type and device on other ranks.
+        shape: the shape of the tensor.
+        owner: the rank that has it.
+    """
+    mesh = current_world().part(Meshes).of_owner(owner, local.device.type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class Meshes(RunPart):
+    """Meshes of the ranks of one run, each made once; every rank asks for them in the same order."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._size = world, world.placement.world_size
+        self._over: dict[int, DeviceMesh] = {}
+        self._owners: dict[str, list[DeviceMesh]] = {}
+
+    def over(self, ranks: int) -> DeviceMesh:
+        """Return the mesh that divides a model over so many ranks."""
+        if ranks not in self._over:
+            copies = self._size // ranks
+            shape, names = ((copies, ranks), ("copy", "shard")) if copies > 1 else ((ranks,), ("shard",))
+            self._over[ranks] = mesh_over(self._world, shape, names)
+        return self._over[ranks]
+
+    def of_owner(self, owner: int, device: str) -> DeviceMesh:
+        """Return the mesh of one rank, for tensors that only it has."""
+        if device not in self._owners:
+            self._owners[device] = [DeviceMesh(device, [rank]) for rank in range(self._size)]
+        return self._owners[device][owner]
+
+
+def _by_number(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+    """Return the parameters of an optimizer by their numbers in a state."""
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    return dict(zip(saved, (each for group in optimizer.param_groups for each in group["params"]), strict=False))
 
 
 def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:
@@ -154,12 +314,6 @@ def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:
     return value
 
 
-def parts(thing: nn.Module | Optimizer) -> dict[str, Any]:
-    """Return a state for torch's distributed checkpoint, in which each rank's piece of a tensor is a box."""
-    plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-    return cast("dict[str, Any]", rebuilt(plain.state_dict(), lambda leaf, path: _in_one_piece(leaf)))
-
-
 def _in_one_piece(leaf: Any) -> Any:
     if not isinstance(leaf, DTensor):
         return leaf
@@ -170,8 +324,17 @@ def _in_one_piece(leaf: Any) -> Any:
         return leaf if placements == list(leaf.placements) else leaf.redistribute(placements=placements)
 
 
-def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Move an optimizer's state from an old parameter to a new one, and divide it like that."""
-    if old in optimizer.state:
-        values = optimizer.state.pop(old)
-        optimizer.state[new] = {name: _like_parameter(new, value) for name, value in values.items()}
+def mesh_over(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of all ranks, whose groups have the time limit of the run; every rank calls it.
+
+    torch would give the groups of a mesh a time limit of half an hour.
+
+    Args:
+        world: the world of the run.
+        shape: the number of ranks in each dimension.
+        names: the names of the dimensions.
+    """
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    for name in names:
+        set_timeout(mesh.get_group(name), timedelta(seconds=world.options.timeout))
+    return mesh

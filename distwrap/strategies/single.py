@@ -41,12 +41,12 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Return a model on a device, and initialise it if it has no numbers yet; every rank calls it."""
     if not is_empty(model):
         return move(model, device)
-    from distwrap.strategies.adoption import Replacement  # imports torch's DTensor
+    from distwrap.strategies.parameter_swap import ParameterSwap  # imports torch's DTensor
 
     net = unwrap_model(model)
     before = dict(net.named_parameters(remove_duplicate=False))
     fill(net, device, drawn_seed())
-    Replacement(before, net)
+    ParameterSwap(before, net)
     return model
 
 

@@ -11,7 +11,6 @@ from torch.optim.optimizer import Optimizer
 
 from distwrap import protocols
 from distwrap._internals.torch import foreach
-from distwrap._internals.torch_fsdp import shard_of
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import total
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
@@ -112,23 +111,18 @@ class Windows(RunPart):
         self._world = world
         world.part(OptimizerSteps).listen(Phase.REFUSE, lambda optimizer, *_: self.refuse_half(optimizer))
 
-    def of_loss(self, loss: torch.Tensor) -> Window | None:
-        """Return the window of the models that computed a loss; ``None`` if none is running.
+    def only(self) -> Window | None:
+        """Return the window that is under way; ``None`` without one.
 
         Raises:
-            ModelError: several are running, and the loss belongs to none of them or to more than one.
+            ModelError: there are several.
         """
-        if len(self.under_way) < 2:
-            return next(iter(self.under_way.values()), None)
-        reached = _parameters_under(loss)
-        found = [window for window in self.under_way.values() if window.has_any(reached)]
-        if len(found) != 1:
+        if len(self.under_way) > 1:
             raise ModelError(
-                f"scale_loss(): {len(self.under_way)} loops of accumulate() are running, and the loss was "
-                f"computed with the models of {len(found)} of them. Say to which one the micro-batch belongs: "
-                "scale_loss(loss, count, window=window)."
+                f"scale_loss(): {len(self.under_way)} loops of accumulate() are running. Say to which one the "
+                "micro-batch belongs: scale_loss(loss, count, window=window)."
             )
-        return found[0]
+        return next(iter(self.under_way.values()), None)
 
     def begin(self, place: object, window: Window) -> None:
         """Note the window of a micro-batch; windows of the same model from loops that were left are over.
@@ -211,14 +205,14 @@ def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor, *, window: W
     Args:
         loss_sum: the sum of this micro-batch's losses, a scalar.
         count: the number of tokens or samples in it; 0 if there are none.
-        window: the window to which the micro-batch belongs; by default that of the model that computed the loss.
+        window: the window to which the micro-batch belongs, where several loops of `accumulate` are running.
 
     Returns:
         The loss to call ``backward`` on. It is not this rank's mean: for a log, divide `loss_sum` by `count`.
 
     Raises:
-        ModelError: it is called twice for one micro-batch of `accumulate`; or several such loops are running, and it is
-            unclear to which one the micro-batch belongs.
+        ModelError: it is called twice for one micro-batch of `accumulate`; or several such loops are running, and no
+            `window` is given.
         OptionError: the loss is not a scalar, or the count is negative.
 
     Example:
@@ -233,21 +227,9 @@ def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor, *, window: W
     if not number >= 0:
         raise OptionError(f"scale_loss(count={number:g}): it must be 0 or more.")
     world = current_world()
-    window = window or world.part(Windows).of_loss(loss_sum)
+    window = window or world.part(Windows).only()
     world_size = world.layout.size
     if window is not None:
         return window.scaled(loss_sum, number, world_size)
     everything = total(number)
     return loss_sum * (world_size / everything if everything else 0.0)
-
-
-def _parameters_under(loss: torch.Tensor) -> set[int]:
-    """Return the ids of the parameters that computed a loss, from its graph."""
-    found, seen, nodes = set(), set(), [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found.add(id(shard_of(getattr(node, "variable", None))))
-            nodes += [before for before, _ in node.next_functions]
-    return found

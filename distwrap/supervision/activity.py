@@ -4,15 +4,27 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
+from distwrap._internals.torch import collectives_begun
 from distwrap._internals.torch_data import batches_given
-from distwrap._internals.torch_groups import collectives_begun
 from distwrap.frames import OURS
 from distwrap.places import place
 from distwrap.stopwatch import Item, Part, Stopwatch
 
 _LATEST = 7  # collectives before the last one that are remembered
+
+
+# How a rank waits: in an exchange; for the work of one rank; perhaps, as in a call on an accelerator, which is a wait
+# if other ranks are behind; or in a debugger, in which a person takes their time.
+Kind = Literal["exchange", "work", "perhaps", "debugger"]
+
+
+class Waiting:
+    """Token of a wait for other ranks, which lasts as long as the object is there."""
+
+    def __init__(self, kind: Kind, peers: tuple[int, ...]) -> None:
+        self.kind, self.peers = kind, peers
 
 
 def _no_averages() -> tuple[int, int]:
@@ -32,6 +44,7 @@ class Activity:
         averages: a function that returns two numbers: how often the count of averages of gradients was started anew,
             and twice the number of averages begun since. The second one is odd during another exchange of the models
             between two averages.
+        wait_begun: the innermost wait for other ranks in which this one says that it is.
         stopwatch: the stopwatch of a run that reports where its time goes.
         for_itself: the number of torch's collectives that distwrap has begun in calls that exchange no number of the
             user's, as in `wrap_model`.
@@ -44,6 +57,7 @@ class Activity:
         self.latest: dict[int, tuple[str, str]] = {}
         self.averages: Callable[[], tuple[int, int]] = _no_averages
         self._loops: list[weakref.ref[Any]] = []  # that are under way, the innermost last
+        self.wait_begun: Waiting | None = None
         self.stopwatch: Stopwatch | None = None
 
     def record(self, helper: str) -> None:
@@ -95,10 +109,22 @@ class Activity:
         """Count the time within a ``with`` as one part of the loop's time, in a run that measures it."""
         return nullcontext() if self.stopwatch is None else self.stopwatch.part(part)
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Count the time within a ``with`` as waiting for other ranks, or, in a checkpoint, as the checkpoint."""
+    @contextmanager
+    def waiting(self, kind: Kind = "exchange", peers: tuple[int, ...] = (), *, timed: bool = True) -> Iterator[None]:
+        """Say that this rank waits for others within a ``with``; a report counts its time as an exchange.
+
+        Args:
+            kind: how it waits.
+            peers: the only ranks that it may wait for; empty if it may be any.
+            timed: whether the time counts, which in a checkpoint counts as the checkpoint.
+        """
         is_checkpoint = self.stopwatch is not None and self.stopwatch.is_open(Part.CHECKPOINT)
-        return nullcontext() if is_checkpoint else self.part(Part.EXCHANGE)
+        before, self.wait_begun = self.wait_begun, Waiting(kind, peers)
+        try:
+            with self.part(Part.EXCHANGE) if timed and not is_checkpoint else nullcontext():
+                yield
+        finally:
+            self.wait_begun = before
 
     @property
     def step(self) -> int | None:

@@ -1,7 +1,7 @@
 """Side channel, on which ranks tell each other things besides collectives: a store client and a thread in each rank.
 
-The thread looks four times a second at its bell and at what is to be seen on this node, and at the store when the bell
-was rung. It answers who asks where the rank is, gives others the work that they wait for, ends this rank, which would
+The thread looks four times a second for wake-ups and at what is to be seen on this node, and at the store when it was
+notified. It answers who asks where the rank is, gives others the work that they wait for, ends this rank, which would
 else wait in a collective, where another has failed and no launcher of ours supervises the ranks (torchrun, srun), and
 notices when no rank moves any more. It never joins a collective.
 
@@ -25,23 +25,23 @@ from distwrap.network import memory_file
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.options import QUIET, notice_seconds, switched_on
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
+from distwrap.supervision.failure import Failure
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import ANSWER_SECONDS
 from distwrap.supervision.locations import Location
 from distwrap.supervision.notes import RankNotes
+from distwrap.supervision.notifier import Notifier
+from distwrap.supervision.observer import Observer
 from distwrap.supervision.order_check import OrderCheck
 from distwrap.supervision.reporter import Reporter
 from distwrap.supervision.runs import ANSWER, NAME, Shown
 from distwrap.supervision.shared_work import SharedWork
-from distwrap.supervision.stall_detection import StallDetector
-from distwrap.supervision.wait_notice import WaitNotice
 from distwrap.supervision.waits import MainThread
 from distwrap.wording import first_line
 
 TICK_SECONDS = 0.25
 SHOW_SECONDS = 1.0  # between two times that this rank notes and shows where it is
-LOOK_SECONDS = 60.0  # between looks at a store elsewhere without a ring: whoever was to ring may be gone
+LOOK_SECONDS = 60.0  # between looks at a store elsewhere without a wake-up: whoever was to notify may be gone
 LAUNCHER_SECONDS = 60.0  # for a launcher on several nodes to end this rank, once the store is gone
 
 
@@ -49,7 +49,7 @@ class Channel:
     """This rank's endpoint of the side channel.
 
     Args:
-        bells: of the ranks, with a client of the store that is the channel's own.
+        notifier: of the ranks, with a client of the store that is the channel's own.
         placement: this rank's place.
         activity: the last helper that ran on this rank.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
@@ -60,34 +60,39 @@ class Channel:
         reporter: answers where this rank is, and asks where the others are.
         failures: news of failures.
         order: check that the ranks begin the same collectives.
-        stalls: detector of a run in which no rank moves.
         work: work of one rank for which others wait.
-        waits: notices of waits for other ranks.
+        observer: prints notices of waits for other ranks, and finds out that no rank moves.
         thread: this rank's main thread, which may wait.
         on_stall: called with the hang report on the rank that finds the run stalled. None: it ends the process.
     """
 
     def __init__(
-        self, bells: Bells, placement: Placement, activity: Activity, supervised: bool, timeout: float, secret: bytes
+        self,
+        notifier: Notifier,
+        placement: Placement,
+        activity: Activity,
+        supervised: bool,
+        timeout: float,
+        secret: bytes,
     ) -> None:
         self.supervised = supervised
-        self._bells, self._place, self._timeout = bells, placement, timeout
-        self._notes = RankNotes(bells, placement.rank)
-        self._texts = texts = SignedTexts(bells.store, secret)
+        self._notifier, self._place, self._timeout = notifier, placement, timeout
+        self._notes = RankNotes(notifier, placement.rank)
+        self._texts = texts = SignedTexts(notifier.store, secret)
         self._owners: dict[str, weakref.ref[object]] = {}  # of what is noted
-        self._stopped, self._heard, self._looked, self._shown = threading.Event(), -1, 0.0, 0.0
+        self._stopped, self._wakeups, self._looked, self._shown = threading.Event(), -1, 0.0, 0.0
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.reporter = Reporter(bells, self._notes, placement, activity, bells.clock)
-        self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
-        self.stalls = StallDetector(bells.store, placement, timeout, bells.clock)
-        self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
-        work = self.work  # not `self`: nothing here may keep the store until the garbage is collected
-        self.thread = thread = MainThread(lambda: (activity.begun(), activity.step), lambda: work.worker, bells.clock)
-        self.order = OrderCheck(self._notes, placement, activity, lambda: thread.wait() is not None, bells.clock)
+        self.reporter = Reporter(notifier, self._notes, placement, activity, notifier.clock)
+        self.failures = FailureNews(notifier, texts, placement, supervised, self._stopped)
+        self.work = SharedWork(notifier, texts, placement, activity, supervised)
+        self.thread = MainThread(activity, notifier.clock)
+        self.order = OrderCheck(self._notes, placement, activity, self.thread, notifier.clock)
         seconds = 0.0 if switched_on(os.environ, QUIET) else notice_seconds(os.environ)
-        self.waits = WaitNotice(bells.store, placement, self.reporter, thread, seconds, timeout, bells.clock)
-        self.reporter.waits = self.waits.wait
-        work.serve(f"position/{placement.rank}", self.reporter.position)
+        self.observer = Observer(
+            notifier.store, placement, self.reporter, self.thread, seconds, timeout, notifier.clock
+        )
+        self.reporter.waits = self.observer.wait
+        self.work.serve(f"position/{placement.rank}", self.reporter.position)
         self.on_stall: Callable[[str], None] | None = None
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
@@ -110,7 +115,7 @@ class Channel:
             self._thread.join(2 * ANSWER_SECONDS)
         self._show(None)
         self.reporter.waits = lambda: None  # it leads back to the reporter, and would keep the store
-        self._bells.close()
+        self._notifier.close()
         atexit.unregister(self._halt)
 
     def _show(self, location: Location | None) -> None:
@@ -147,29 +152,28 @@ class Channel:
             del self._owners[name]
             if not self._notes.erase_from_board(f"note/{name}"):
                 with contextlib.suppress(RuntimeError):
-                    self._bells.store.delete_key(f"note/{name}/{self._place.rank}")
+                    self._notifier.store.delete_key(f"note/{name}/{self._place.rank}")
 
     def look(self) -> None:
-        """Look once at the bell, at this node, and where there may be news at the store."""
+        """Look once for wake-ups, at this node, and where there may be news at the store."""
         if self._parent not in (None, os.getppid()):
             # On Linux the kernel has killed a rank of ours by then.
             end_process(self._place.rank, "whoever started it is gone")
-        heard, now = self._bells.heard(), self._bells.clock.monotonic()
-        rung = heard != self._heard or (not self._bells.is_held and now - self._looked > LOOK_SECONDS)
-        if rung:
-            self._heard, self._looked = heard, now
-        self._bells.listen()
+        wakeups, now = self._notifier.wakeups(), self._notifier.clock.monotonic()
+        notified = wakeups != self._wakeups or (not self._notifier.is_held and now - self._looked > LOOK_SECONDS)
+        if notified:
+            self._wakeups, self._looked = wakeups, now
+        self._notifier.listen()
         for each in (self.reporter, self.work, self.failures):
-            each.look(rung)
+            each.look(notified)
         if now - self._shown >= SHOW_SECONDS:
             self._shown = now
             location = self.reporter.location()
             self.reporter.note(location)
             self._show(location)
-        if self._bells.take_question():
+        if self._notifier.take_question():
             self._notes.show(ANSWER, [time.time(), self.reporter.ask_others()])
-        self.waits.look()
-        if self.stalls.look():
+        if self.observer.look():
             self._report(f"no rank has moved for {self._timeout:g} s")
         if parted := self.order.look():
             words, way_out = parted
@@ -186,7 +190,7 @@ class Channel:
                     f"port at which the ranks meet\n{traceback.format_exc()}",
                 )
             except RuntimeError as error:
-                if self._bells.is_held or self._stopped.wait(LAUNCHER_SECONDS if self.supervised else NEWS_SECONDS):
+                if self._notifier.is_held or self._stopped.wait(LAUNCHER_SECONDS if self.supervised else NEWS_SECONDS):
                     return
                 end_process(self._place.rank, str(store_is_gone(self._place, error)))
 
@@ -195,5 +199,5 @@ class Channel:
         (self.on_stall or self._end_stalled)(report)
 
     def _end_stalled(self, report: str) -> None:
-        self.failures.tell(report, "")
+        self.failures.tell(Failure.in_own_words(self._place.rank, report))
         end_process(self._place.rank, report)

@@ -10,9 +10,8 @@ import os
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -20,33 +19,19 @@ from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.network.signed_texts import SignedTexts
-from distwrap.supervision.bells import Bells
+from distwrap.supervision.failure import Failure
 from distwrap.supervision.hang_report import last_seen
+from distwrap.supervision.notifier import Notifier
 from distwrap.wording import first_line, print_notice
 
 NEWS_SECONDS = 1.0  # for a rank to end by itself once another has failed
-
-
-class Failure(NamedTuple):
-    """Failure of a rank, described by the rank itself or by the rank that noticed it."""
-
-    rank: int
-    host: str
-    pid: int
-    summary: str
-    traceback: str
-    time: float
-
-    def __str__(self) -> str:
-        process = f" (pid {self.pid})" if self.pid else ""
-        return f"rank {self.rank} on {self.host}{process}: {self.summary}"
 
 
 class FailureNews:
     """Endpoint at which this rank reports its own failure and reads about others'.
 
     Args:
-        bells: of the ranks.
+        notifier: of the ranks.
         texts: by which to know what its ranks have written.
         placement: this rank's place.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
@@ -57,38 +42,37 @@ class FailureNews:
     """
 
     def __init__(
-        self, bells: Bells, texts: SignedTexts, placement: Placement, supervised: bool, stopped: threading.Event
+        self, notifier: Notifier, texts: SignedTexts, placement: Placement, supervised: bool, stopped: threading.Event
     ) -> None:
-        self._bells, self._store, self._texts = bells, bells.store, texts
+        self._notifier, self._store, self._texts = notifier, notifier.store, texts
         self._place, self._supervised, self._stopped = placement, supervised, stopped
         self.on_loss: Callable[[Failure], None] | None = None
         self._neighbour: tuple[int, dict[str, Any]] | None = None
         self._knows_neighbour = False
 
-    def tell(self, summary: str, traceback: str) -> None:
-        """Tell the other ranks that this one has failed; the first failure is believed to be the cause."""
-        mine = Failure(self._place.rank, socket.gethostname(), os.getpid(), summary, traceback, time.time())
+    def tell(self, failure: Failure) -> None:
+        """Tell the other ranks of a failure; the first that is told is believed to be the cause."""
         with contextlib.suppress(RuntimeError):
-            self._tell(mine)
+            self._tell(failure)
 
     def wait_for_cause(self, seconds: float) -> Failure | None:
         """Wait a moment for an earlier failure of another rank; return ``None`` if this rank's failure is the first."""
         try:
-            failure = self._bells.wait_until(self._first, seconds)
+            failure = self._notifier.wait_until(self._first, seconds)
         except dist.DistError as error:
             return store_is_gone(self._place, error)
         return failure if failure is not None and failure.rank != self._place.rank else None
 
-    def look(self, rung: bool = True) -> None:
+    def look(self, notified: bool = True) -> None:
         """End this process if another rank has failed, and this one, which may wait for it, does not end by itself.
 
         Args:
-            rung: whether there may be news of another node's rank.
+            notified: whether there may be news of another node's rank.
         """
         if self._supervised:
             return
         self._look_after_neighbour()
-        failure = self._first() if rung else None
+        failure = self._first() if notified else None
         if failure is None or failure.rank == self._place.rank or self._stopped.wait(NEWS_SECONDS):
             return
         first_on_another_node = self._place.local_rank == 0 and failure.host != socket.gethostname()
@@ -100,7 +84,7 @@ class FailureNews:
     def _first(self) -> Failure | None:
         """Return the failure that came first."""
         news = self._texts.read("failure")
-        return Failure(*json.loads(news)) if news else None
+        return Failure.from_json(news) if news else None
 
     def _find_neighbour(self) -> tuple[int, dict[str, Any]] | None:
         """Return the next rank of this node and its registration; each rank watches the next, so all are watched."""
@@ -123,17 +107,17 @@ class FailureNews:
         if self._texts.read(f"left/{rank}") is not None:
             return
         summary = f"its process died without raising an exception{last_seen(self._store, rank)}"
-        self._tell(Failure(rank, process["host"], process["pid"], summary, "", time.time()))
+        self._tell(Failure.in_own_words(rank, summary, host=process["host"], pid=process["pid"]))
 
     def _tell(self, failure: Failure) -> None:
-        if self._texts.set_first("failure", json.dumps(failure)):
-            self._bells.ring_all()
+        if self._texts.set_first("failure", failure.to_json()):
+            self._notifier.notify_all()
 
 
 def store_is_gone(placement: Placement, error: Exception) -> Failure:
     """Describe the loss of the process that holds the store, which is rank 0 or its launcher."""
     summary = f"rank 0, or its launcher, is gone: its store does not answer ({first_line(error)})"
-    return Failure(0, str(placement.master_addr), 0, summary, "", time.time())
+    return Failure.in_own_words(0, summary, host=str(placement.master_addr), pid=0)
 
 
 def end_process(rank: int, why: str) -> NoReturn:

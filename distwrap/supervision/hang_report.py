@@ -11,9 +11,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.network.keys import count, read, read_all
 from distwrap.network.waiting import Clock, are_all_counted, wait_until
-from distwrap.supervision.bells import ring_from_outside
 from distwrap.supervision.locations import LEFT, NO_ANSWER, Location, merge, seen_at
 from distwrap.supervision.notes import read_note
+from distwrap.supervision.notifier import notify_from_outside
 from distwrap.supervision.waits import read_wait
 
 ANSWER_SECONDS = 1.5  # for a rank to say where it is
@@ -22,7 +22,7 @@ ANSWER_SECONDS = 1.5  # for a rank to say where it is
 def ask_all(
     store: Store,
     world_size: int,
-    ring: Callable[[], None] | None = None,
+    notify: Callable[[], None] | None = None,
     on_asking: Callable[[int], None] = lambda number: None,
     clock: Clock = time,
 ) -> str:
@@ -31,14 +31,14 @@ def ask_all(
     Args:
         store: the ranks'.
         world_size: number of ranks.
-        ring: lets all ranks look; by default from a process that is none of them.
+        notify: lets all ranks look; by default from a process that is none of them.
         on_asking: called with the number of the question, to answer for this rank.
         clock: the clock by which it waits for answers.
 
     Raises:
         DistError: the store is gone.
     """
-    asked, said = ask(store, world_size, ring or partial(ring_from_outside, store, world_size), on_asking, clock)
+    asked, said = ask(store, world_size, notify or partial(notify_from_outside, store, world_size), on_asking, clock)
     if said is None:
         said = merge(read_answers(store, world_size, asked))
         store.set(f"said/{asked}", said)
@@ -46,7 +46,7 @@ def ask_all(
 
 
 def ask(
-    store: Store, world_size: int, ring: Callable[[], None], on_asking: Callable[[int], None], clock: Clock = time
+    store: Store, world_size: int, notify: Callable[[], None], on_asking: Callable[[int], None], clock: Clock = time
 ) -> tuple[int, str | None]:
     """Ask all ranks where they are; return the question's number, and the answer if another rank was asking already.
 
@@ -58,7 +58,7 @@ def ask(
     asked += not is_under_way
     if not is_under_way and store.compare_set(f"asking/{asked}", "", mine).decode() == mine:
         store.add("reports", 1)
-        ring()
+        notify()
         on_asking(asked)
         are_all_counted(store, f"answers/{asked}", 1, ANSWER_SECONDS, clock=clock)
         return asked, None

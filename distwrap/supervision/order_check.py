@@ -3,16 +3,17 @@
 All ranks begin the same averages of gradients, the same collectives of distwrap and the same turns of loops that they
 take together, in one order. So of two ranks one has begun at least as many of each as the other. Where one is ahead in
 averages and the other in collectives, they wait for each other, and nobody need wait until the time limit to say so.
+Each rank compares with the next one alone: where any two have parted, so have two neighbours in the ring of ranks.
 """
 
 import threading
 import time
-from collections.abc import Callable
 
 from distwrap.environments import Placement
 from distwrap.network.waiting import Clock
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.notes import RankNotes
+from distwrap.supervision.waits import MainThread
 
 _PATIENCE = 1.0  # seconds in which a rank has begun nothing, after which it compares; each time twice as many
 _LONGEST = 60.0
@@ -41,14 +42,15 @@ class OrderCheck:
         notes: in which ranks say what they have begun.
         placement: this rank's place.
         activity: of this rank, which counts it.
-        waits: a function that returns whether this rank waits for others.
+        thread: this rank's main thread, which may wait for others.
         clock: the clock by which it looks.
     """
 
     def __init__(
-        self, notes: RankNotes, placement: Placement, activity: Activity, waits: Callable[[], bool], clock: Clock = time
+        self, notes: RankNotes, placement: Placement, activity: Activity, thread: MainThread, clock: Clock = time
     ) -> None:
-        self._notes, self._place, self._activity, self._waits, self._clock = notes, placement, activity, waits, clock
+        self._notes, self._activity, self._thread, self._clock = notes, activity, thread, clock
+        self._rank, self._next = placement.rank, (placement.rank + 1) % placement.world_size
         self._begun, self._since, self._patience = (0, 0, 0, 0), self._clock.monotonic(), _PATIENCE
         self._noted: tuple[Begun, Calls] = self._begun, {}
         self._lock = threading.Lock()
@@ -76,23 +78,19 @@ class OrderCheck:
         if now - self._since < self._patience:
             return None
         self._since, self._patience = now, min(_LONGEST, 2 * self._patience)
-        calls = self._activity.latest if self._waits() else {}
+        calls = self._activity.latest if self._thread.wait() is not None else {}
         if (begun, calls) != self._noted:
             self._noted = begun, calls
             self._notes.write("begun", self._noted)
-        if begun == (0, 0, 0, 0):
+        noted = self._notes.read("begun", self._next) if begun != (0, 0, 0, 0) and self._next != self._rank else None
+        if not noted:
             return None
-        for rank in range(self._place.world_size):
-            told = self._notes.read("begun", rank) if rank != self._place.rank else None
-            if not told:
-                continue
-            theirs, latest = told
-            if words := parted({self._place.rank: begun, rank: tuple(theirs)}):
-                return words, _TOGETHER
-            their_calls = {int(number): (name, where) for number, (name, where) in latest.items()}
-            if words := crossed({self._place.rank: calls, rank: their_calls}):
-                return words, SAME_CALLS
-        return None
+        theirs, latest = noted
+        if words := parted({self._rank: begun, self._next: tuple(theirs)}):
+            return words, _TOGETHER
+        their_calls = {int(number): (name, where) for number, (name, where) in latest.items()}
+        words = crossed({self._rank: calls, self._next: their_calls})
+        return (words, SAME_CALLS) if words else None
 
 
 def crossed(calls: dict[int, Calls]) -> str:

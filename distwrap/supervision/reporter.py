@@ -5,16 +5,16 @@ import math
 import time
 from collections.abc import Callable
 
-from distwrap._internals.torch_groups import collectives_begun
+from distwrap._internals.torch import collectives_begun
 from distwrap.environments import Placement
 from distwrap.network.keys import count
 from distwrap.network.waiting import Clock, count_in
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.hang_report import ask, ask_all, read_answers
 from distwrap.supervision.locations import Location, merge
 from distwrap.supervision.notes import RankNotes
+from distwrap.supervision.notifier import Notifier
 from distwrap.supervision.waits import Wait
 
 
@@ -22,7 +22,7 @@ class Reporter:
     """Endpoint of the hang report on this rank: it answers when the rank is asked where it is, and can ask all ranks.
 
     Args:
-        bells: the bells of the ranks.
+        notifier: the notifier of the ranks.
         notes: the notes in which this rank writes where it is.
         placement: this rank's place.
         activity: the last helper that ran on it.
@@ -34,9 +34,9 @@ class Reporter:
     """
 
     def __init__(
-        self, bells: Bells, notes: RankNotes, placement: Placement, activity: Activity, clock: Clock = time
+        self, notifier: Notifier, notes: RankNotes, placement: Placement, activity: Activity, clock: Clock = time
     ) -> None:
-        self._bells, self._notes, self._store = bells, notes, bells.store
+        self._notifier, self._notes, self._store = notifier, notes, notifier.store
         self._place, self._activity, self._clock = placement, activity, clock
         self.failed_at: list[stacks.Line] | None = None
         self.waits: Callable[[], Wait | None] = lambda: None
@@ -44,7 +44,7 @@ class Reporter:
         self._noted = -math.inf
         # Once a second and node in a store elsewhere, and some hundred times a second in all.
         seconds = min(30.0, max(1.0, placement.local_world_size, placement.world_size / 256))
-        self._note_seconds = 0.0 if bells.is_held else seconds
+        self._note_seconds = 0.0 if notifier.is_held else seconds
 
     def location(self) -> Location:
         """Return where this rank is."""
@@ -62,13 +62,13 @@ class Reporter:
         answer = [str(self.location()), self.waits(), self._activity.begun(), collectives_begun() or 0]
         return json.dumps(answer).encode()
 
-    def look(self, rung: bool = True) -> None:
+    def look(self, notified: bool = True) -> None:
         """Answer if this rank was asked.
 
         Args:
-            rung: whether somebody may have asked.
+            notified: whether somebody may have asked.
         """
-        asked = count(self._store, "reports") if rung else 0
+        asked = count(self._store, "reports") if notified else 0
         if asked > self._answered:
             self._answer(asked)
 
@@ -81,16 +81,16 @@ class Reporter:
 
     def ask_all(self) -> str:
         """Ask all ranks from another thread than the one that answers."""
-        return ask_all(self._store, self._place.world_size, self._bells.ring_all, clock=self._clock)
+        return ask_all(self._store, self._place.world_size, self._notifier.notify_all, clock=self._clock)
 
     def ask_others(self) -> str:
         """Ask all ranks from the thread that answers, which answers for this rank first."""
-        return ask_all(self._store, self._place.world_size, self._bells.ring_all, self._answer, self._clock)
+        return ask_all(self._store, self._place.world_size, self._notifier.notify_all, self._answer, self._clock)
 
     def locations(self) -> dict[int, Location | str]:
         """Ask as `ask_others` does; return where each rank is, or words where it does not say."""
         size = self._place.world_size
-        asked, said = ask(self._store, size, self._bells.ring_all, self._answer, self._clock)
+        asked, said = ask(self._store, size, self._notifier.notify_all, self._answer, self._clock)
         found = read_answers(self._store, size, asked)
         if said is None:
             self._store.set(f"said/{asked}", merge(found))

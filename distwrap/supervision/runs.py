@@ -9,7 +9,7 @@ from typing import Any
 
 from distwrap.environments.identity import process_status
 from distwrap.network.waiting import wait_until
-from distwrap.supervision.board import BOARD, Board
+from distwrap.supervision.shared_status import BOARD, SharedStatus
 from distwrap.wording import named_ranks
 
 NAME, ANSWER = "where", "told"  # names of notes: where a rank is, and where all ranks are
@@ -112,7 +112,7 @@ def where_all_are(run: Run) -> str:
     return ""
 
 
-def _opened(path: str) -> tuple[Board, int]:
+def _opened(path: str) -> tuple[SharedStatus, int]:
     """Return a board, and the number of ranks for which it is made.
 
     Raises:
@@ -120,10 +120,10 @@ def _opened(path: str) -> tuple[Board, int]:
     """
     fd = os.open(path, os.O_RDWR)
     try:
-        ranks = Board.ranks_in(os.fstat(fd).st_size)
+        ranks = SharedStatus.ranks_in(os.fstat(fd).st_size)
         if not ranks:
             raise FileNotFoundError(path)
-        return Board(fd, ranks, texts=True), ranks
+        return SharedStatus(fd, ranks, texts=True), ranks
     finally:
         os.close(fd)
 

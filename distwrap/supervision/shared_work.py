@@ -5,7 +5,7 @@ import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -17,16 +17,16 @@ from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
 from distwrap.network import memory_file
 from distwrap.network.keys import count, read
 from distwrap.network.signed_texts import SignedTexts
-from distwrap.supervision.bells import Bells
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.failure_news import store_is_gone
-from distwrap.supervision.stall_detection import StallDetector
+from distwrap.supervision.notifier import Notifier
 
 _MADE, _FAILED = b"+", b"-"  # before an answer, and before a traceback
 
 # Takes what a rank asked, or None as this one leaves, and for how many seconds it waits; returns None for "not yet".
 Make = Callable[[Any, float], bytes | None]
 
-LOOK_SECONDS = 10.0  # between looks at the store without a ring
+LOOK_SECONDS = 10.0  # between looks at the store without a wake-up
 _MOST_QUESTIONS = 100_000  # between two looks: a rank waits for its answer before it asks again
 SILENT_SECONDS = 120.0  # without a note, after which a working rank on another node counts as gone
 
@@ -35,33 +35,29 @@ class SharedWork:
     """Work that this rank gives to others, and its waits for theirs.
 
     Args:
-        bells: of the ranks.
+        notifier: of the ranks.
         texts: by which to know what its ranks have written.
         placement: this rank's place.
-        stalls: told of waits, which may take as long as they like.
+        activity: told of waits, which may take as long as they like.
         supervised: whether a launcher of ours ends all ranks when one dies.
-
-    Attributes:
-        worker: the rank for whose work this one waits, or -1.
     """
 
     def __init__(
-        self, bells: Bells, texts: SignedTexts, placement: Placement, stalls: StallDetector, supervised: bool
+        self, notifier: Notifier, texts: SignedTexts, placement: Placement, activity: Activity, supervised: bool
     ) -> None:
-        self._bells, self._store, self._texts = bells, bells.store, texts
-        self._place, self._stalls, self._supervised = placement, stalls, supervised
+        self._notifier, self._store, self._texts = notifier, notifier.store, texts
+        self._place, self._activity, self._supervised = placement, activity, supervised
         # The store of ranks on one node is a file, and keeps what is deleted in it.
         self._store_is_file = placement.master_addr is None
         self._served: list[tuple[str, Make]] = []
         self._seen: Counter[str] = Counter()
         self._open: list[tuple[str, Make, float]] = []
-        self.worker = -1
         self._awaited: set[int] = set()  # ranks that this one has waited for
 
     def publish(self, key: str, data: bytes) -> None:
         """Publish the bytes for which other ranks call `wait_for`."""
         self._publish(key, data)
-        self._bells.ring_all()
+        self._notifier.notify_all()
 
     def _publish(self, key: str, data: bytes) -> None:
         self._texts.set(f"work/{key}", data.hex())  # torch's stores take text
@@ -82,7 +78,7 @@ class SharedWork:
         An exception of `make` is raised on the rank that asks, and this one goes on.
         """
         self._served.append((name, _with_failures(make)))
-        self._bells.board.ring(self._place.rank)  # another rank may have asked before
+        self._notifier.board.notify(self._place.rank)  # another rank may have asked before
 
     def ask(self, name: str, worker: int, request: Any = 0) -> bytes:
         """Return what another rank serves under a name, whatever else that rank does; or what it served last.
@@ -104,7 +100,7 @@ class SharedWork:
         with tempfile.TemporaryFile() as file:
             path = memory_file.path_of(file.fileno()) if self._store_is_file else ""
             self._texts.set(f"ask/{question}", json.dumps([request, path, self._place.rank, token]))
-            self._bells.ring(worker)
+            self._notifier.notify(worker)
             data = self._wait((answer, last), worker)
             for key in (f"ask/{question}", answer):
                 self._store.delete_key(key)
@@ -117,18 +113,18 @@ class SharedWork:
             )
         return answered.removeprefix(_MADE)
 
-    def look(self, rung: bool = True) -> None:
+    def look(self, notified: bool = True) -> None:
         """Answer the ranks that have asked.
 
         Args:
-            rung: whether somebody may have asked.
+            notified: whether somebody may have asked.
         """
-        for name, make in list(self._served) if rung else []:
+        for name, make in list(self._served) if notified else []:
             asked = count(self._store, f"asked/{name}")
             new = range(self._seen[name] + 1, asked + 1)
             if len(new) > _MOST_QUESTIONS:
                 raise ValueError(f"{len(new)} questions at once")
-            self._open += [(f"{name}/{number}", make, self._bells.clock.monotonic()) for number in new]
+            self._open += [(f"{name}/{number}", make, self._notifier.clock.monotonic()) for number in new]
             self._seen[name] = asked
         self._open = [each for each in self._open if not self._answer(*each)]
 
@@ -138,7 +134,7 @@ class SharedWork:
         if not asked:
             return False  # it is about to be written
         request, path, rank, token = json.loads(asked)
-        data = make(request, self._bells.clock.monotonic() - since)
+        data = make(request, self._notifier.clock.monotonic() - since)
         if data is None:
             return False
         if self._store_is_file:  # else anybody may have named the path
@@ -147,7 +143,7 @@ class SharedWork:
                     file.write(data)
                 data = b""
         self._publish(f"{question}/{token}", data)
-        self._bells.ring(rank)
+        self._notifier.notify(rank)
         return True
 
     def leave(self, *, failed: bool) -> None:
@@ -158,20 +154,18 @@ class SharedWork:
                 self._publish(f"{name}/last", data)
         self._texts.set(f"left/{self._place.rank}", "failed" if failed else "")
         if self._store.check([f"awaited/{self._place.rank}"]):
-            self._bells.ring_all()
+            self._notifier.notify_all()
 
     def _wait(self, keys: tuple[str, ...], worker: int) -> bytes:
         """Wait until another rank has published one of the keys, and return what."""
-        self._stalls.excuse(True)
-        before, self.worker = self.worker, worker if self.worker < 0 else self.worker  # of the wait in which it asks
-        waits = f"rank {self._place.rank} waits for the work of rank {worker}"
+        waits, within = f"rank {self._place.rank} waits for the work of rank {worker}", self._activity.wait_begun
+        # What a rank asks another one while it waits anyway is a part of that wait.
+        token = nullcontext() if within is not None else self._activity.waiting("work", (worker,), timed=False)
         try:
-            return bytes.fromhex(self._wait_while_it_lives(keys, worker, waits))
+            with token:
+                return bytes.fromhex(self._wait_while_it_lives(keys, worker, waits))
         except dist.DistNetworkError as error:
             raise WorkerDiedError(f"{waits}, but {store_is_gone(self._place, error)}") from None
-        finally:
-            self.worker = before
-            self._stalls.excuse(False)
 
     def _find(self, keys: tuple[str, ...]) -> list[str]:
         return [text for key in keys if (text := self._texts.read(key)) is not None]
@@ -180,7 +174,7 @@ class SharedWork:
         process = json.loads(self._store.get(f"here/{worker}"))
         if worker not in self._awaited:
             self._awaited.add(worker)
-            self._store.set(f"awaited/{worker}", "")  # so that it rings when it leaves
+            self._store.set(f"awaited/{worker}", "")  # so that it notifies when it leaves
         is_gone = self._watch(worker, process)
 
         def look() -> list[str]:
@@ -188,14 +182,14 @@ class SharedWork:
             left = None if found else self._texts.read(f"left/{worker}")
             if left is not None and not (found := self._find(keys)):
                 if left:
-                    raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"])
+                    raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"], secondary=True)
                 raise CollectiveError(
                     f"{waits}, which has left the function already. Every rank must make the same calls in the "
                     "same order."
                 )
             return found
 
-        while not (found := self._bells.wait_until(look, LOOK_SECONDS, is_gone)):
+        while not (found := self._notifier.wait_until(look, LOOK_SECONDS, is_gone)):
             if is_gone():
                 raise WorkerDiedError(
                     f"{waits} on {process['host']} (pid {process['pid']}), whose process is gone. Look at what "
@@ -211,14 +205,14 @@ class SharedWork:
             return lambda: False  # whoever started the ranks ends them all when one dies
         if process["node"] == node():
             return lambda: not lives(process)
-        note, changed, looked = b"", self._bells.clock.monotonic(), 0.0
+        note, changed, looked = b"", self._notifier.clock.monotonic(), 0.0
 
         def is_silent() -> bool:
             nonlocal note, changed, looked
-            if self._bells.clock.monotonic() - looked > LOOK_SECONDS:
-                looked, latest = self._bells.clock.monotonic(), read(self._store, f"seen/{worker}")
+            if self._notifier.clock.monotonic() - looked > LOOK_SECONDS:
+                looked, latest = self._notifier.clock.monotonic(), read(self._store, f"seen/{worker}")
                 note, changed = latest, looked if latest != note else changed
-            return self._bells.clock.monotonic() - changed > SILENT_SECONDS
+            return self._notifier.clock.monotonic() - changed > SILENT_SECONDS
 
         return is_silent
 

@@ -20,13 +20,12 @@ from distwrap.versions import LOOKS_COLLECT_GARBAGE
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
-_END_OF_RUN = {(os.path.join(OURS, "group", "world.py"), name) for name in ("wait", "conclude")}
 _DEBUGGER = os.sep + "bdb.py"  # beyond it are Python's debugger, and what is typed there
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_OUR_LOOPS = {
-    os.path.join(OURS, "data", "lockstep.py"): "lockstep",
-    os.path.join(OURS, "data", "dispatch.py"): "DataLoader",
-}
+# By file, the name of what its functions do for the user's loop; a file of ours adds itself.
+LOOPS: dict[str, str] = {}
+# Functions, by file and name, in which a rank is at the end of its function; a file of ours adds its own.
+END_OF_RUN: set[tuple[str, str]] = set()
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
 # Functions of torch, of the standard library and of ours that say less than the ones below or above them.
@@ -116,12 +115,17 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
     else:  # user code that is installed as a library, or none
         theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((OURS, _TORCH, "<"))]
     called = stack[theirs[-1] + 1 :] if theirs else stack
-    if any((file, name) in _END_OF_RUN for file, _, name in called):
+    if any((file, name) in END_OF_RUN for file, _, name in called):
         return "", "the end of its function"
     if not theirs:
         return "", "an unknown place"
     file, number, name = stack[theirs[-1]]
     return _what(called) or (name if name != "<module>" else ""), place(file, number)
+
+
+def in_debugger(lines: Iterable[Line]) -> bool:
+    """Return whether a stack is in Python's debugger, or in the one of an editor."""
+    return any(file.endswith(_DEBUGGER) or "pydevd" in file for file, _, _ in lines)
 
 
 def is_users(file: str) -> bool:
@@ -132,7 +136,7 @@ def is_users(file: str) -> bool:
 def _what(called: list[Line]) -> str:
     if any(file.endswith(_DATA_LOADER) for file, _, _ in called):
         return "DataLoader"
-    if loops := [_OUR_LOOPS[file] for file, _, _ in called if file in _OUR_LOOPS]:
+    if loops := [LOOPS[file] for file, _, _ in called if file in LOOPS]:
         return loops[0]
     # Around an optimizer's step torch has a wrapper, which also runs the hooks.
     names = ("step" if name == "wrapper" and file.endswith(_OPTIMIZER) else name for file, _, name in called)

@@ -1,44 +1,29 @@
-"""Waits of this rank's main thread for other ranks, seen in its stack from outside, at no cost for that thread."""
+"""Waits of this rank's main thread for other ranks, seen from outside, at no cost for that thread.
+
+What waits says so, by `Activity.waiting`. Of torch's own calls the stack tells. On an accelerator a thread that stands
+in any other call may wait too: it does if it has begun more collectives than another rank.
+"""
 
 import linecache
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from distwrap._internals.torch_groups import collectives_begun
-from distwrap.devices.cpus import thread_times
-from distwrap.frames import OURS
+from distwrap._internals.torch import collectives_begun
 from distwrap.network.waiting import Clock
 from distwrap.supervision import stacks
+from distwrap.supervision.activity import Activity, Kind
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_DATA = os.path.join(_TORCH, "utils", "data", "")
-_COLLECTIVES = os.path.join(_TORCH, "distributed", "distributed_c10d.py")
-_TORCHS = (os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "nn", "parallel", "distributed.py"))
-_OPERATORS = os.path.join("torch", "_ops.py")  # in which a functional collective of torch's waits
-_HOROVOD = os.sep + os.path.join("horovod", "")
+_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
 _BACKWARD = os.path.join("torch", "autograd", "graph.py")
-_OUR_ROOMS = ("comm", "data", "group", "model", "strategies", "_internals")
-_OUR_NATIVE = (*(os.path.join(OURS, room, "") for room in _OUR_ROOMS), os.path.join(OURS, "timing", "instruments.py"))
-# Functions of ours that look for the other ranks again and again, so that their innermost line changes.
-_LOOPS = {
-    (os.path.join(OURS, *path), name)
-    for path, name in (
-        (("supervision", "shared_work.py"), "_wait"),
-        (("checkpoint", "meeting.py"), "_wait"),
-        (("strategies", "rendezvous.py"), "_wait_for"),
-    )
-}
-_DEBUGGERS = (os.sep + "bdb.py", os.sep + "pdb.py")
-_IDLE = 0.05  # of a core, below which a thread in a native call does not compute
 _LONGEST_GAP = 1.0  # of seconds between two looks that counts: a process that was stopped has not waited
-
-Kind = Literal["exchange", "work", "perhaps", "debugger"]
+_SHORTEST_GAP = 0.1  # of seconds between two measurements of the process's CPU time
+_IDLE = 0.05  # of a core, below which a process does not compute
 
 
 class Wait(NamedTuple):
@@ -46,16 +31,13 @@ class Wait(NamedTuple):
 
     Attributes:
         seconds: the seconds for which it has waited, at least.
-        kind: ``"exchange"``; ``"work"`` of one rank; ``"perhaps"``, as in a call on an accelerator, which is a wait if
-            other ranks are behind; or ``"debugger"``, in which a person takes their time.
-        worker: the rank whose work it waits for, or -1.
-        ranks: the only ranks that it may wait for, as those of a process group; empty if it may be any.
+        kind: how it waits.
+        peers: the only ranks that it may wait for, as those of a process group; empty if it may be any.
     """
 
     seconds: float
     kind: Kind
-    worker: int = -1
-    ranks: tuple[int, ...] = ()
+    peers: tuple[int, ...] = ()
 
 
 def read_wait(value: Any) -> Wait | None:
@@ -67,98 +49,85 @@ def read_wait(value: Any) -> Wait | None:
     """
     if value is None:
         return None
-    seconds, kind, worker, ranks = value
-    return Wait(float(seconds), kind, int(worker), tuple(map(int, ranks)))
-
-
-class StackFrame(NamedTuple):
-    """Frame of the main thread, outside of the user's code."""
-
-    file: str
-    name: str
-    number: int  # of the frame's object
-    at: int  # instruction
+    seconds, kind, peers = value
+    return Wait(float(seconds), kind, tuple(map(int, peers)))
 
 
 class MainThread:
     """Main thread of this rank, which is looked at in the channel's thread.
 
     Args:
-        begun: a function that returns how many exchanges this rank has begun.
-        worker: a function that returns the rank for whose work this one waits, or -1.
+        activity: what this rank has begun, and the waits in which it says that it is.
         clock: the clock by which it is looked at.
 
     Attributes:
-        stood: the seconds for which it has been in one call, or in one wait of distwrap's.
+        stood: the seconds for which it has been in one wait, or in one call in which the process does not compute.
+        still: likewise, but in no wait that may take as long as it likes, and where the process computes in no wait.
         moves: the number of looks at which it had moved.
-        on_accelerator: whether this rank computes on an accelerator, for which a thread may wait in any call.
+        on_accelerator: whether this rank computes on an accelerator, for which a thread may spin as it waits.
     """
 
-    def __init__(self, begun: Callable[[], object], worker: Callable[[], int], clock: Clock = time) -> None:
-        self._begun, self._worker, self._clock = begun, worker, clock
+    def __init__(self, activity: Activity, clock: Clock = time) -> None:
+        self._activity, self._clock = activity, clock
         self._mark: object = None
-        self._ran: float | None = None
-        self._frames: list[StackFrame] = []
-        self._looked = self._clock.monotonic()
-        self.stood, self.moves = 0.0, 0
+        self._looked = self._measured = clock.monotonic()
+        self._cpu = clock.process_time()
+        self.stood, self.still, self.moves = 0.0, 0.0, 0
         self.on_accelerator = False
 
     def look(self) -> bool:
         """Look where the thread is; return whether it has moved since the last look."""
-        now = self._clock.monotonic()
+        now, token, frame = self._clock.monotonic(), self._activity.wait_begun, stacks.frame_of()
         gap, self._looked = min(now - self._looked, _LONGEST_GAP), now
-        self._frames = frames_from(stacks.frame_of())
-        loop = waiting_loop_in(self._frames)  # in which the instruction changes
-        here = [(each.number, 0 if loop else each.at) for each in loop or self._frames[:1]]
-        mark = (here, self._begun(), collectives_begun())
-        computed = self._computed(gap) and _may_compute(self._frames)
-        moved, self._mark = mark != self._mark or computed, mark
-        self.moves += moved
+        computed = self._has_computed(now)
+        # Within a wait the instruction may change, where it looks for other ranks again and again.
+        at = token or (frame is not None and (id(frame), frame.f_lasti))
+        mark = (at, self._activity.begun(), self._activity.step, collectives_begun())
+        same, self._mark = mark == self._mark, mark
+        excused = token is not None and token.kind in ("work", "debugger")
+        self.still = self.still + gap if same and not computed and not excused else 0.0
+        moved = not same or (computed and not (self.on_accelerator or token or _peers_in_torch(frame) is not None))
         self.stood = 0.0 if moved else self.stood + gap
+        self.moves += moved
         return moved
 
-    def wait(self) -> Wait | None:
-        """Return the wait for other ranks in which the thread stands; ``None`` where it is in none."""
-        lines = stacks.of_thread()
-        if any(file.endswith(_DEBUGGERS) or "pydevd" in file for file, _, _ in lines):
-            return Wait(self.stood, "debugger")
-        kind = kind_of_wait(self._frames, lines[-1] if lines else None)
-        if kind == "perhaps" and not self.on_accelerator and self._ran is not None:
-            kind = "exchange" if _may_compute(self._frames) else None  # it would have been seen to compute
-        if kind is None:
-            return None
-        return Wait(self.stood, kind, self._worker() if kind == "work" else -1, peers_of(stacks.frame_of()))
-
-    def _computed(self, seconds: float) -> bool:
-        """Return whether the thread has computed since the last look; never on an accelerator, where it may spin."""
-        times, before = thread_times(os.getpid()), self._ran  # the main thread's number is the process's
-        self._ran = None if times is None else times[0]
-        if self.on_accelerator or self._ran is None or before is None:
+    def _has_computed(self, now: float) -> bool:
+        """Return whether the process has computed since this was measured last; not of the time for a single look."""
+        seconds, before = now - self._measured, self._cpu
+        if seconds < _SHORTEST_GAP:
             return False
-        return self._ran - before > _IDLE * seconds
+        self._measured, self._cpu = now, self._clock.process_time()
+        return self._cpu - before > _IDLE * seconds
+
+    def wait(self) -> Wait | None:
+        """Return the wait for other ranks in which the thread stands, or may stand; ``None`` where it is in none."""
+        if (token := self._activity.wait_begun) is not None:
+            return Wait(self.stood, token.kind, token.peers)
+        lines, peers = stacks.of_thread(), _peers_in_torch(stacks.frame_of())
+        if stacks.in_debugger(lines):
+            return Wait(self.stood, "debugger")
+        if peers is not None or (lines and _waits_in(lines[-1])):
+            return Wait(self.stood, "exchange", peers or ())
+        return Wait(self.stood, "perhaps") if self.on_accelerator else None
 
 
-def frames_from(frame: FrameType | None) -> list[StackFrame]:
-    """Return the frames from this one outwards, up to and including the first one of the user's code."""
-    frames = []
+def _waits_in(line: stacks.Line) -> bool:
+    """Return whether a thread that stands in a line is in a backward of torch's, or in the ``wait`` of its work."""
+    file, number, _ = line
+    return file.endswith(_BACKWARD) or (stacks.is_users(file) and ".wait(" in linecache.getline(file, number))
+
+
+def _peers_in_torch(frame: FrameType | None) -> tuple[int, ...] | None:
+    """Return the ranks with which a thread exchanges in torch's Python code, if that tells; ``None`` elsewhere."""
     with stacks.no_collection():
-        while frame is not None:
-            code = frame.f_code
-            frames.append(StackFrame(code.co_filename, code.co_name, id(frame), frame.f_lasti))
-            if stacks.is_users(code.co_filename):
-                break
+        calls = [frame, frame and frame.f_back]  # an operator's own file may be the inner one
+        if not any(each is not None and each.f_code.co_filename.startswith(_DISTRIBUTED) for each in calls):
+            return None
+        found: tuple[int, ...] = ()
+        while frame is not None and not found and not stacks.is_users(frame.f_code.co_filename):
+            found = _peers_in(frame.f_code.co_name, frame.f_locals)
             frame = frame.f_back
-    return frames
-
-
-def peers_of(frame: FrameType | None) -> tuple[int, ...]:
-    """Return the ranks with which a thread exchanges in a call of torch.distributed; empty if that is not known."""
-    with stacks.no_collection():
-        while frame is not None and not stacks.is_users(frame.f_code.co_filename):
-            if frame.f_code.co_filename == _COLLECTIVES and (found := _peers_in(frame.f_code.co_name, frame.f_locals)):
-                return found
-            frame = frame.f_back
-    return ()
+    return found
 
 
 def _peers_in(name: str, given: Mapping[str, Any]) -> tuple[int, ...]:
@@ -170,38 +139,3 @@ def _peers_in(name: str, given: Mapping[str, Any]) -> tuple[int, ...]:
         return ()
     peer = given.get(f"group_{end}")
     return tuple(dist.get_process_group_ranks(group)) if peer is None else (dist.get_global_rank(group, peer),)
-
-
-def waiting_loop_in(frames: list[StackFrame]) -> list[StackFrame]:
-    """Return the frame, if any, in which a function of distwrap looks for other ranks again and again."""
-    return [frame for frame in frames if (frame.file, frame.name) in _LOOPS][-1:]
-
-
-def _may_compute(frames: list[StackFrame]) -> bool:
-    """Return whether a thread is in a call that first computes and then waits for other ranks, as a backward does."""
-    return bool(frames) and (frames[0].file.startswith(_OUR_NATIVE) or frames[0].file.endswith(_BACKWARD))
-
-
-def kind_of_wait(frames: list[StackFrame], line: stacks.Line | None) -> Kind | None:
-    """Return how a thread that does not move may be waiting for other ranks; ``None`` if it is not.
-
-    Args:
-        frames: the frames of its stack, from the innermost to the user's.
-        line: the innermost line of its stack.
-
-    Example:
-        >>> kind_of_wait([StackFrame(_TORCHS[0] + "distributed_c10d.py", "barrier", 1, 2)], None)
-        'exchange'
-    """
-    if not frames:
-        return None
-    if loop := waiting_loop_in(frames):
-        return "work" if loop[0].name == "_wait" else "exchange"
-    inner = frames[0].file
-    beneath = frames[1].file if len(frames) > 1 and inner.endswith(_OPERATORS) else inner
-    if beneath.startswith(_TORCHS) or _HOROVOD in inner:
-        return "exchange"
-    if line is not None and stacks.is_users(inner) and ".wait(" in linecache.getline(line[0], line[1]):
-        return "exchange"
-    is_call = stacks.is_users(inner) or inner.startswith((_TORCH, *_OUR_NATIVE))
-    return "perhaps" if is_call and not inner.startswith(_DATA) else None

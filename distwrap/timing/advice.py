@@ -11,11 +11,9 @@ from distwrap.wording import as_size, named_ranks
 
 _WORTH_CHANGING = 0.05  # of a step
 _MUCH_EXCHANGE = 0.1  # of a step: less, and another way to train is no gain
-_FEW = 0.5  # calls that wait, of the loop itself, in a step
 _SMALL = 1_000_000  # bytes of gradients, for which no algorithm of exchange is faster
 _MOST_WORKERS = 8
 _MOSTLY = 0.5  # of the time by which ranks are late
-_UNEVEN = 0.05  # of the mean size of a batch
 _WITHOUT_REASON = 0.15  # of a step: processes that do the same differ by up to 10 % by where their memory lies
 
 _OF_LATE_PART = {
@@ -23,7 +21,6 @@ _OF_LATE_PART = {
     Part.CHECKPOINT: "save(..., background=True) writes in a thread.",
     Part.OWN: "Look for what the loop does on one rank alone, as under `if is_rank_zero()`.",
 }
-_SETTINGS = ("cpus", "threads", "processor")  # in which a slow rank may differ from the others
 
 
 @dataclass(frozen=True)
@@ -32,19 +29,19 @@ class Suggestion:
 
     Attributes:
         text: what was seen, and what to do.
-        gain: share of a step that it saves at most; ``None`` where nobody has measured that.
+        gain: share of a step that it saves at most.
     """
 
     text: str
-    gain: float | None
+    gain: float
 
 
 def advise(found: Analysis) -> list[Suggestion]:
     """Return advice on what to change, the most worthwhile first; none if all is well."""
     looks = (_on_lags, _on_data, _on_link, _on_queues, _on_checkpoints, _on_own_code)
     pieces = [piece for look in looks for piece in look(found)] if found.step else []
-    worth = [piece for piece in pieces if piece.gain is None or piece.gain >= _WORTH_CHANGING]
-    return sorted(worth, key=lambda piece: -(piece.gain or 0.0))
+    worth = [piece for piece in pieces if piece.gain >= _WORTH_CHANGING]
+    return sorted(worth, key=lambda piece: -piece.gain)
 
 
 def _on_lags(found: Analysis) -> Iterator[Suggestion]:
@@ -66,23 +63,18 @@ def _reasons(found: Analysis, lag: Lag) -> Iterator[str]:
     """Yield what may make late ranks late, of what was measured."""
     late = [rank for rank in found.ranks if rank.rank in lag.ranks]
     if lag.part is Part.DATA:
-        has_workers = any(rank.settings.workers for rank in late)
+        has_workers = any(rank.workers for rank in late)
         yield "More workers, or a larger prefetch_factor, even it out." if has_workers else _add_workers(found)
-    uneven = max(rank.unevenness for rank in found.ranks)
-    if lag.takes_turns and lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
-        yield f"The batches' sizes differ by {_percent(uneven)}: let samples of like length come together."
     queued = sum(rank.queued or 0.0 for rank in late) / len(late)
     if queued > _MOSTLY * lag.slower:
         yield f"It waits {_ms(queued)} of a step for a free CPU: find out what else runs there."
-    others = [rank.settings for rank in found.ranks if rank.rank not in lag.ranks]
-    for name in _SETTINGS if others else ():
-        own, usual = getattr(late[0].settings, name), {getattr(each, name) for each in others}
-        if len(usual) == 1 and own not in usual:
-            yield f"It has {name}={own}, and the others {name}={usual.pop()}."
+    others = [rank.cpus for rank in found.ranks if rank not in late]
+    if others and late[0].cpus < min(others):
+        yield f"It may run on {late[0].cpus} CPU(s), and the others on {min(others)}."
 
 
 def _on_data(found: Analysis) -> Iterator[Suggestion]:
-    share, workers = _least(found, Part.DATA), max(rank.settings.workers or 0 for rank in found.ranks)
+    share, workers = _least(found, Part.DATA), max(rank.workers or 0 for rank in found.ranks)
     how = f"which reads in the loop itself. {_add_workers(found)}"
     if workers:
         how = (
@@ -98,7 +90,7 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
     if share < _MUCH_EXCHANGE:
         return
     what, way = "the exchange", "A larger batch needs fewer exchanges for as many samples"
-    if found.ranks[0].settings.is_ddp:
+    if found.ranks[0].is_ddp:
         what = f"the exchange of {as_size(size)} of gradients, beyond what the backward hides"
         way = f"accumulate(loader, 4) exchanges a quarter as often ({_percent(share * 3 / 4)} of a step less)"
         if size > _SMALL:
@@ -110,10 +102,10 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
 def _on_queues(found: Analysis) -> Iterator[Suggestion]:
     """Advise on threads that wait for a CPU on every rank."""
     share = min(rank.queued or 0.0 for rank in found.ranks) / found.step
-    settings = found.ranks[0].settings
+    first = found.ranks[0]
     yield Suggestion(
-        f"every rank waits {_percent(share)} of each step for a free CPU. Rank 0 computes with {settings.threads} "
-        f"thread(s), reads with {settings.workers or 0} worker(s) and may run on {settings.cpus} CPU(s), as may the "
+        f"every rank waits {_percent(share)} of each step for a free CPU. Rank 0 computes with {first.threads} "
+        f"thread(s), reads with {first.workers or 0} worker(s) and may run on {first.cpus} CPU(s), as may the "
         "other ranks of its node. Run fewer threads, workers, ranks or programs on them.",
         share,
     )
@@ -129,13 +121,6 @@ def _on_checkpoints(found: Analysis) -> Iterator[Suggestion]:
 
 
 def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
-    called = {name: count for name, count in found.ranks[0].waiting_calls.items() if count >= _FEW}
-    if called:
-        names = ", ".join(f"{name} ({max(1, round(count))} a step)" for name, count in sorted(called.items()))
-        yield Suggestion(
-            f"the loop itself waits for other ranks in each step: {names}. For a log, once in many steps is enough.",
-            None,
-        )
     usual, way = _least(found, Part.OWN), "Metrics, prints and `.item()` once in many steps cost less."
     if not any(rank.mean()[Part.FORWARD] for rank in found.ranks):
         way = "The forward is part of it, as for any model that was not wrapped by wrap_model()."
@@ -155,7 +140,7 @@ def _least(found: Analysis, part: Part) -> float:
 def _cpus_of_rank(found: Analysis) -> int:
     """Return how many CPUs a rank has where all ranks of its node share them."""
     first = found.ranks[0]
-    return first.settings.cpus // sum(rank.host == first.host for rank in found.ranks)
+    return first.cpus // sum(rank.host == first.host for rank in found.ranks)
 
 
 def _add_workers(found: Analysis) -> str:

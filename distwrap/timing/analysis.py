@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from distwrap.stopwatch import Part, Row
-from distwrap.timing.measured import RankTimes
+from distwrap.timing.recorder import RankTimes
 
 _WORTH_TELLING = 0.03  # of a step
 _NEAR = 0.25  # of the way from the slowest rank to the mean, within which a rank is slow too
@@ -81,11 +81,9 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
     """Take the figures of all ranks together.
 
     Example:
-        >>> from distwrap.timing.measured import RankSettings
         >>> def rank(number: int, forward: float, exchange: float) -> RankTimes:
         ...     row = [0.0, forward, 0.0, exchange, 0.0, 0.0, 0.0, 0.0]
-        ...     settings = RankSettings(cpus=1, threads=1)
-        ...     return RankTimes(number, "host", "cpu", 1, row, {1: row}, 2, 8.0, 0.0, None, 0, None, 0, {}, settings)
+        ...     return RankTimes(number, "host", "cpu", 1, row, {1: row}, 2, 8.0, None, 0, None, 0, 1, 1, 0, False)
         >>> found = analysed([rank(0, 0.1, 0.3), rank(1, 0.3, 0.1)])
         >>> round(found.step, 3), round(found.link, 3), round(found.waiting, 3)
         (0.4, 0.1, 0.1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -16,10 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.torch import after_backward
-from distwrap._internals.torch_calls import replaced
+from distwrap._internals.torch import after_backward, replaced, waits_for_ranks
 from distwrap._internals.torch_data import iterator_class, workers_of
-from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.cpus import thread_times
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase, around_closure
@@ -51,8 +47,8 @@ class Instruments:
             taken that took the fewest, since a discriminator takes each more than once. Of samples that several ranks
             take together, it is this rank's share.
         gradient_bytes: of the weights of the models that have trained.
-        settings: what is known of the loader that was asked last, and of the models.
-        waiting_calls: how often the loop itself has called each function that waits for other ranks.
+        workers: of the loader that was asked last; ``None`` if unknown.
+        is_ddp: whether DDP averages the gradients of a model.
     """
 
     def __init__(self, world: World, stopwatch: Stopwatch) -> None:
@@ -65,11 +61,8 @@ class Instruments:
         self._queued_before: tuple[float, float | None] = time.monotonic(), None
         self._in_step: dict[int, float] = {}  # samples that each model has trained on in this step
         self.samples = 0.0
-        # Of the batches of each model: how many, the sum of their elements, and that of the squares.
-        self._sizes: dict[int, tuple[int, float, float]] = {}
-        self.gradient_bytes = 0
-        self.settings: dict[str, Any] = {}
-        self.waiting_calls: Counter[str] = Counter()
+        self.gradient_bytes, self.is_ddp = 0, False
+        self.workers: int | None = None
         self._placed = ExitStack()
         self._models: WeakSet[nn.Module] = WeakSet()
 
@@ -85,23 +78,21 @@ class Instruments:
         steps = self._world.part(OptimizerSteps)
         placed.callback(steps.listen(Phase.BEGIN, self._before_step))
         placed.callback(steps.listen(Phase.END, self._after_step))
-        exchange, counted = self._timed(Part.EXCHANGE), self._timed(Part.EXCHANGE, counted=True)
+        exchange = self._timed(Part.EXCHANGE)
         timed: list[tuple[Any, str, Callable[[Any], Any]]] = [
             (torch.autograd, "backward", self._in_backward),
             (torch.autograd, "grad", self._timed(Part.BACKWARD)),
             (iterator_class(), "__next__", self._in_loader),
         ]
         if self._is_divided:
-            timed += [(dist, name, counted) for name in _BLOCKING]
-            timed += [(owner, name, exchange) for owner, name in waits_for_ranks()]
+            waits = [*((dist, name) for name in _BLOCKING), *waits_for_ranks()]
+            timed += [(owner, name, exchange) for owner, name in waits]
         placed.enter_context(replaced([(owner, name, made(getattr(owner, name))) for owner, name, made in timed]))
 
     def count_from_here(self) -> None:
         """Forget what was counted of steps before."""
         self.samples = 0.0
-        self._sizes.clear()
         self._in_step.clear()
-        self.waiting_calls.clear()
         self._queued_before = time.monotonic(), queued_seconds()
 
     def queued_share(self) -> float | None:
@@ -114,28 +105,19 @@ class Instruments:
             return None
         return min(1.0, (now - before) / max(time.monotonic() - began, 1e-9))
 
-    def unevenness(self) -> float:
-        """Return the standard deviation of the number of elements in a batch, as a share of the mean.
-
-        It is that of the model whose batches differ most: those of a generator and of its critic are not alike.
-        """
-        each = (squares * count / whole**2 - 1 for count, whole, squares in self._sizes.values() if whole)
-        return math.sqrt(max([0.0, *each]))
-
     def look(self) -> None:
         """Note the size and the settings of the models now: none of them may be left when the loop has ended."""
         parameters = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}
         size = sum(p.numel() * p.element_size() for p in parameters.values())
         self.gradient_bytes = max(size, self.gradient_bytes)
-        if any(under_ddp(model) is not None for model in self._models):
-            self.settings["is_ddp"] = True
+        self.is_ddp |= any(under_ddp(model) is not None for model in self._models)
 
     def take_away(self) -> None:
         """Take all of them away."""
         self._placed.close()
 
-    def _timed(self, part: Part, *, counted: bool = False) -> Callable[[Any], Any]:
-        """Return a decorator that times a function as a part, and counts its calls by the loop itself."""
+    def _timed(self, part: Part) -> Callable[[Any], Any]:
+        """Return a decorator that times a function as a part."""
         watch = self.stopwatch
 
         def of(plain: Any) -> Any:
@@ -143,8 +125,6 @@ class Instruments:
             def timed(*args: Any, **kwargs: Any) -> Any:
                 if torch.compiler.is_compiling() or watch.is_in(part) or not watch.hears():
                     return plain(*args, **kwargs)
-                if counted and (watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION)):
-                    self.waiting_calls[plain.__name__] += 1
                 watch.begin(part)
                 try:
                     return plain(*args, **kwargs)
@@ -162,7 +142,7 @@ class Instruments:
         def timed(iterator: Any) -> Any:
             if not torch.is_grad_enabled():
                 return evaluation(iterator)
-            self.settings["workers"] = workers_of(iterator)
+            self.workers = workers_of(iterator)
             return data(iterator)
 
         return timed
@@ -203,14 +183,9 @@ class Instruments:
         if watch.is_in(part) or watch.is_in(Part.BACKWARD) or not watch.hears():
             return None
         if part is Part.FORWARD:
-            self._count(model, *_shape(inputs))
+            self._in_step[model] = self._in_step.get(model, 0.0) + self._share * _samples(inputs)
         watch.begin(part)
         return part
-
-    def _count(self, model: int, samples: int, elements: int) -> None:
-        self._in_step[model] = self._in_step.get(model, 0.0) + self._share * samples
-        count, whole, squares = self._sizes.get(model, (0, 0.0, 0.0))
-        self._sizes[model] = (count + 1, whole + elements, squares + elements**2)
 
     def _end_forward(self, part: Part | None) -> None:
         if part is not None:
@@ -282,13 +257,13 @@ def queued_seconds() -> float | None:
     return None if times is None else times[1]
 
 
-def _shape(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int]:
-    """Return how many samples a model's inputs have, and how many elements, by the first tensor among them."""
+def _samples(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    """Return how many samples a model's inputs have, by the first tensor among them."""
     args, _ = inputs
     first = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() else None
     if first is None:
         first = next((each for each in tensors_in(inputs) if each.dim()), None)
-    return (0, 0) if first is None else (first.size(0), first.numel())  # nested ones have no len()
+    return 0 if first is None else first.size(0)  # nested ones have no len()
 
 
 def _take_off(held: ref[Routing]) -> None:

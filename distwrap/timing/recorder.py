@@ -6,17 +6,98 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import torch
 
-from distwrap.devices.cpus import allowed_cpus, processor_name
+from distwrap.devices.cpus import allowed_cpus
 from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World
-from distwrap.stopwatch import Stopwatch, clock_of
+from distwrap.stopwatch import Part, Row, Stopwatch, clock_of
 from distwrap.timing.instruments import Instruments
-from distwrap.timing.measured import RankSettings, RankTimes, Rows
+
+_MOST_KEPT = 2048
+
+
+@dataclass
+class Rows:
+    """Rows of steps: their sum, and some of them, the same ones on ranks that have taken as many.
+
+    Which are kept looks like chance, so that nothing that comes every so many steps falls between them.
+
+    Attributes:
+        total: seconds of each part in all steps.
+        count: how many steps there were.
+        kept: rows of single steps, by the step's number.
+    """
+
+    total: Row = field(default_factory=lambda: [0.0] * len(Part))
+    count: int = 0
+    kept: dict[int, Row] = field(default_factory=dict)
+    _below: int = 1 << 32
+
+    def add(self, row: Row) -> None:
+        """Add a step."""
+        self.count += 1
+        self.total = [before + seconds for before, seconds in zip(self.total, row, strict=True)]
+        if _scattered(self.count) >= self._below:
+            return
+        self.kept[self.count] = row
+        if len(self.kept) > _MOST_KEPT:
+            self._below //= 2
+            self.kept = {number: kept for number, kept in self.kept.items() if _scattered(number) < self._below}
+
+
+def _scattered(number: int) -> int:
+    """Return a number below 2**32; those of numbers that follow each other lie evenly apart (Knuth, 6.4)."""
+    return number * 2654435761 % (1 << 32)
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Figures that a rank has measured.
+
+    Attributes:
+        rank: its number.
+        host: its node's name.
+        device: its device, as torch names it.
+        steps: how many steps were measured.
+        total: seconds of each `Part` in all of them.
+        kept: seconds of each `Part` in some single steps, by number.
+        batches: on how many batches the ranks train at a time; fewer than there are ranks where these share some.
+        samples: how many samples its models trained on in a step, on average.
+        queued: seconds of a step in which it could have computed, and other programs had its CPUs; ``None`` where the
+            system does not tell.
+        process_memory: the most bytes that its process has held.
+        device_memory: the most bytes that its tensors have held on the device; ``None`` on the CPU.
+        gradient_bytes: of the gradients that are averaged in a step.
+        cpus: on how many CPUs it may run.
+        threads: with how many threads it computes.
+        workers: of its loader; ``None`` if unknown.
+        is_ddp: whether DDP averages the gradients of a model.
+    """
+
+    rank: int
+    host: str
+    device: str
+    steps: int
+    total: Row
+    kept: dict[int, Row]
+    batches: int
+    samples: float
+    queued: float | None
+    process_memory: int
+    device_memory: int | None
+    gradient_bytes: int
+    cpus: int
+    threads: int
+    workers: int | None
+    is_ddp: bool
+
+    def mean(self) -> Row:
+        """Return the seconds of each part in a step."""
+        return [seconds / max(1, self.steps) for seconds in self.total]
 
 
 class Measuring(RunPart):
@@ -68,7 +149,7 @@ class Measuring(RunPart):
             kind_of(device).finish(device)
             instruments.stopwatch.settle()
             instruments.look()
-            return [RankTimes.from_dict(sent) for sent in gather_object(asdict(self._measured(instruments, rows)))]
+            return [RankTimes(**sent) for sent in gather_object(asdict(self._measured(instruments, rows)))]
 
         try:
             yield measured
@@ -89,16 +170,12 @@ class Measuring(RunPart):
             kept=rows.kept,
             batches=self._world.layout.size,
             samples=instruments.samples / steps,
-            unevenness=instruments.unevenness(),
             queued=None if queued is None else queued * sum(rows.total) / steps,
             process_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_memory=kind_of(device).peak_memory(device),
             gradient_bytes=instruments.gradient_bytes,
-            waiting_calls={name: count / steps for name, count in instruments.waiting_calls.items()},
-            settings=RankSettings(
-                cpus=len(allowed_cpus()),
-                threads=torch.get_num_threads(),
-                processor=processor_name() if device.type == "cpu" else kind_of(device).processor(device),
-                **instruments.settings,
-            ),
+            cpus=len(allowed_cpus()),
+            threads=torch.get_num_threads(),
+            workers=instruments.workers,
+            is_ddp=instruments.is_ddp,
         )

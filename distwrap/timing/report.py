@@ -15,8 +15,7 @@ from distwrap.group.world import current_world, is_rank_zero
 from distwrap.stopwatch import Part
 from distwrap.timing.advice import Suggestion, advise
 from distwrap.timing.analysis import analysed
-from distwrap.timing.measured import RankTimes
-from distwrap.timing.recorder import Measuring
+from distwrap.timing.recorder import Measuring, RankTimes
 from distwrap.wording import as_memory, as_size, print_notice
 
 _NOT_TOLD = ("total", "kept")  # figures of a rank, of which only the mean is told, as its parts
@@ -108,13 +107,12 @@ def describe(figures: dict[str, Any]) -> str:
             f"{1e3 * figures['alone']:.1f} ms: {100 * figures['efficiency']:.0f} % of what {len(ranks)} ranks could do",
             f"  exchange: {link:.0f} % of a step for the exchange itself, and {waiting:.0f} % waiting for other ranks",
         ]
-    gains = ["     " if piece["gain"] is None else f"{100 * piece['gain']:3.0f} %" for piece in advice]
     head = (
         "What to change, and how much of a step it saves at most"
         if advice
         else "There is nothing to change: all is well."
     )
-    texts = [f"  {gain}  {piece['text']}" for gain, piece in zip(gains, advice, strict=True)]
+    texts = [f"  {100 * piece['gain']:3.0f} %  {piece['text']}" for piece in advice]
     return "\n".join([*lines, "", *_table(ranks), "", head, *texts])
 
 

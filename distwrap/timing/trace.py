@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distwrap._internals.torch_profiler import profiler_runs
+from distwrap._internals.torch import profiler_runs
 from distwrap.errors import OptionError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world, say

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
-from distwrap.devices import streams, transfer
+from distwrap.devices import kinds, transfer
 from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
 from tests.accelerator.marks import in_nightly
@@ -59,7 +59,7 @@ def test_without_the_wait_for_the_copies_numbers_are_wrong(monkeypatch: pytest.M
     assert torch.equal(torch.cat(_batches()), expected)
     if not is_pretended():
         return  # where numbers may be there by chance
-    monkeypatch.setattr(streams.SideStream, "wait", lambda *_: None)
+    monkeypatch.setattr(kinds.SideStream, "wait", lambda *_: None)
     assert not torch.equal(torch.cat(_batches()), expected)
 
 
@@ -67,7 +67,7 @@ def test_without_the_wait_for_the_copies_numbers_are_wrong(monkeypatch: pytest.M
 def test_without_a_wait_another_streams_results_are_not_there() -> None:
     """What one stream computes is not in another's reach before that waits; a moment that is reached is."""
     device = torch.device(accelerator(), 0)
-    side = streams.SideStream(device)
+    side = kinds.SideStream(device)
     with side.current():
         x = torch.arange(3.0, device=device).mul_(2)
         done = side.moment()
@@ -80,7 +80,7 @@ def test_without_a_wait_another_streams_results_are_not_there() -> None:
 def test_memory_that_another_stream_uses_is_not_freed_early() -> None:
     """Freed memory is its stream's next tensor, unless it was said that another stream uses it."""
     device = torch.device(accelerator(), 0)
-    side, kept = streams.SideStream(device), torch.full((1000,), 3.0, device=device)
+    side, kept = kinds.SideStream(device), torch.full((1000,), 3.0, device=device)
     ready = side.moment()
     with side.current():
         side.wait(ready)

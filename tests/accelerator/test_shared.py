@@ -21,8 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
-from distwrap.devices.kinds import kind_of_torch
-from distwrap.devices.streams import SideStream
+from distwrap.devices.kinds import SideStream, kind_of_torch
 from distwrap.errors import OptionError, WorkerError
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.testing import simulate

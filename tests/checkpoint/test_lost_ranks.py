@@ -12,7 +12,7 @@ from distwrap.errors import CheckpointError, WorkerError
 from distwrap.group.failures import is_secondary
 from distwrap.testing import run_ranks
 
-LOST = WorkerError("rank 2 ended inside a collective")
+LOST = WorkerError("rank 2 ended inside a collective", secondary=True)
 FULL = OSError(28, "No space left on device")
 
 

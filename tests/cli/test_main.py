@@ -27,6 +27,7 @@ ROOT = str(Path(distwrap.__file__).parents[1])
         ("check", ["{gone}"]),
         ("estimate", ["gone_package:Net"]),
         ("strip", ["{gone}", "{out}"]),
+        ("run", ["{gone}"]),
         ("convert-checkpoint", ["{gone}", "{out}.pt"]),
     ],
 )

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap
 from distwrap import distributed, gather_object, placement, save, shard_loader, wrap_model
-from distwrap.launch import other_callers
+from distwrap.launch import peer_launchers
 from distwrap.network import connectivity
 
 SAMPLES = 48
@@ -102,7 +102,7 @@ def main(epochs: int, path: str | None) -> list[float]:
 
 
 if __name__ == "__main__":
-    other_callers.LOST_SECONDS = float(os.environ.get("JOB_LOST", other_callers.LOST_SECONDS))
+    peer_launchers.LOST_SECONDS = float(os.environ.get("JOB_LOST", peer_launchers.LOST_SECONDS))
     connectivity.REPLY_SECONDS = float(os.environ.get("JOB_REPLY", connectivity.REPLY_SECONDS))
     value = main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, sys.argv[2] if len(sys.argv) > 2 else None)
     tell(value=value if isinstance(value, list) else str(value))

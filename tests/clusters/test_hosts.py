@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import distwrap
-from distwrap.launch.other_callers import LOST_SECONDS
+from distwrap.launch.peer_launchers import LOST_SECONDS
 from distwrap.network.waiting import wait_until
 from tests.clusters.namespaces import Hosts
 from tests.clusters.running import JOB, PYTHON, Ended, assert_like_one_process, ended, started, wait_for_line

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
+from distwrap.comm.compressed import Cast, Codec, MinMax8, Sign
 from tests.comm import references
 
 SIZES = [0, 1, 7, 8, 9, 4095, 4096, 4097, 131072, 131073, 300_001]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distwrap import assert_in_sync, consolidate, wrap_model, wrap_optimizer
-from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
+from distwrap.comm.compressed import Cast, Codec, MinMax8, Sign
 from distwrap.comm.exchange import Engine
 from distwrap.group.world import device, rank
 from distwrap.testing import run_ranks

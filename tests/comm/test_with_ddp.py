@@ -215,7 +215,9 @@ def test_residuals_follow_the_scale_and_the_buckets() -> None:
     assert residual.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
     second = residuals.of(Bucket(torch.zeros(3), parameters[1:], scale=4.0))
     first = residuals.of(Bucket(torch.zeros(2), parameters[:1], scale=4.0))
-    assert (first.tolist(), second.tolist()) == ([0.0, 1.0], [2.0, 3.0, 4.0])
+    assert (first.tolist(), second.tolist()) == ([0.0] * 2, [0.0] * 3), "DDP has rearranged its buckets"
+    again = residuals.of(Bucket(torch.zeros(5), parameters, scale=2.0))
+    assert again.tolist() == [0.0] * 5, "errors of parts of it are not kept twice"
 
 
 def _with_branches(comms: list[Any]) -> dict[Any, list[float]]:

@@ -12,7 +12,7 @@ from distwrap.group.world import Layout, World, current_world
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies.auto import AutoStrategy
 from distwrap.strategies.base import Wrapping
-from distwrap.strategies.ddp2 import DDP2Strategy
+from distwrap.strategies.dp import DDP2Strategy
 from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.testing import behaviours
 from tests.plans import TP, TWO_BY_TWO

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distwrap import shard_loader, to_device
-from distwrap.devices.streams import SideStream
+from distwrap.devices.kinds import SideStream
 from tests.accelerator import accelerator
 from tests.slow import nightly
 

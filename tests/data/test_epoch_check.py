@@ -75,19 +75,19 @@ def test_batches_of_quantised_tensors_are_compared() -> None:
 def makes_loaders_anew() -> tuple[list[str], list[bool]]:
     channel = current_world().channel
     assert channel is not None
-    bells = channel._bells
+    notifier = channel._notifier
     numbers = range(1, 31)
     for _ in numbers:
         for _ in shard_loader(DataLoader(range(4), shuffle=True)):  # type: ignore[arg-type]
             pass
-    on_board = [name for name in bells.board.read(rank()) if name.startswith("note/loader/")]
-    bells.is_held = False  # as between nodes
+    on_board = [name for name in notifier.board.read(rank()) if name.startswith("note/loader/")]
+    notifier.is_held = False  # as between nodes
     for _ in numbers:
         for _ in shard_loader(DataLoader(range(4), shuffle=True)):  # type: ignore[arg-type]
             pass
     gc.collect()
-    in_store = [bells.store.check([f"note/loader/{number}/{rank()}"]) for number in range(1, 61)]
-    bells.is_held = True
+    in_store = [notifier.store.check([f"note/loader/{number}/{rank()}"]) for number in range(1, 61)]
+    notifier.is_held = True
     return on_board, in_store
 
 

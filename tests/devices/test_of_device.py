@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from distwrap.devices import kinds
-from distwrap.devices.kinds import accelerator_of_torch, kind_of
+from distwrap.devices.kinds import VENDORS, accelerator_of_torch, kind_of
 from distwrap.devices.selection import choose_backend, choose_device, visible_devices
-from distwrap.devices.vendors import VENDORS
 from distwrap.environments import Placement
 from distwrap.errors import OptionError, PlacementError
 from distwrap.options import Options

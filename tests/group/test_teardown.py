@@ -84,7 +84,7 @@ def test_who_forgets_the_teardown_ends_well(tmp_path: Path) -> None:
 KEEPS = """
 import gc
 import distwrap as dw
-from distwrap.supervision.bells import Bells
+from distwrap.supervision.notifier import Notifier
 from distwrap.supervision.channel import Channel
 
 gc.collect()
@@ -92,7 +92,7 @@ gc.disable()
 for _ in range(3):
     with dw.setup_process_group():
         dw.barrier()
-    kept = [type(thing).__name__ for thing in gc.get_objects() if type(thing) in (Bells, Channel)]
+    kept = [type(thing).__name__ for thing in gc.get_objects() if type(thing) in (Notifier, Channel)]
     assert not kept, kept
 """
 

@@ -20,12 +20,13 @@ from distwrap.errors import ArrivalError
 from distwrap.network import secret, stores
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.stores import client_of
-from distwrap.supervision import bells as bells_module, channel as channel_module
+from distwrap.supervision import channel as channel_module, notifier as notifier_module
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.failure import Failure
 from distwrap.supervision.failure_news import FailureNews
 from distwrap.supervision.hang_report import ask_all, last_seen
+from distwrap.supervision.notifier import Notifier
 from tests.slow import nightly
 
 SECRET = 32 * b"s"
@@ -44,13 +45,13 @@ def serving() -> Iterator[Any]:
 
 @contextmanager
 def meeting() -> Iterator[tuple[Any, list[Channel]]]:
-    """The store, and the channels of two ranks that are on two nodes for the bells, of which each serves a thing."""
+    """The store, and the channels of two ranks that are on two nodes for the notifier, of which each serves a thing."""
     with serving() as store, pytest.MonkeyPatch.context() as patch:
         found = []
         for rank in range(2):
-            patch.setattr(bells_module, "node", lambda rank=rank: f"node {rank}")
+            patch.setattr(notifier_module, "node", lambda rank=rank: f"node {rank}")
             place = Placement(rank, 2, rank, 2, 0, 1, master_addr="127.0.0.1")
-            each = Channel(Bells(client_of(store), place), place, Activity(None), rank == 1, 600, SECRET)
+            each = Channel(Notifier(client_of(store), place), place, Activity(None), rank == 1, 600, SECRET)
             each.work.serve("thing", lambda request, waited: json.dumps(request).encode())
             found.append(each)
         yield store, found
@@ -88,7 +89,7 @@ def test_a_rank_ends_with_words(monkeypatch: pytest.MonkeyPatch, rank: int, key:
 
         monkeypatch.setattr(channel_module, "end_process", end)
         store.set(key, value)
-        channels[rank]._bells.board.ring_all()
+        channels[rank]._notifier.board.notify_all()
         channels[rank].start()
         channels[rank]._thread.join(10)
     assert words
@@ -105,7 +106,7 @@ def test_a_store_that_is_gone_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(SignedTexts, "read", read)
         cause = channels[1].failures.wait_for_cause(1.0)
     assert cause is not None
-    assert "does not answer (Broken pipe)" in cause.summary
+    assert "does not answer (Broken pipe)" in cause.text
 
 
 def test_a_rank_looks_without_a_ring_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +131,7 @@ def test_a_neighbour_whose_process_is_gone(has_left: bool) -> None:
         place, texts = Placement(0, 2, 0, 2, 0, 1, master_addr="127.0.0.1"), SignedTexts(store, SECRET)
         if has_left:
             texts.set("left/1", "")
-        rings = Bells(client_of(store), place)
+        rings = Notifier(client_of(store), place)
         FailureNews(rings, texts, place, False, stopped).look()
         rings.close()
         told = texts.read("failure")
@@ -142,8 +143,8 @@ def test_more_mailboxes_than_there_are_ranks() -> None:
     """A count that another program has written is no reason to ring for ever."""
     with meeting() as (store, channels):
         store.set("boxes", HUGE)
-        channels[0].failures.tell("it failed", "")
-        assert channels[1].failures.wait_for_cause(1.0).summary == "it failed"  # type: ignore[union-attr]
+        channels[0].failures.tell(Failure.in_own_words(0, "it failed"))
+        assert channels[1].failures.wait_for_cause(1.0).text == "it failed"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("value", ["junk", "5", "{}", "[1, 2, 3]", f"[1{400 * '0'}, [1, 2]]", 100_000 * "["])
@@ -155,7 +156,7 @@ def test_the_report_outlives_junk(value: str) -> None:
         store.set("answers/1/all", "")
         store.set("report/1/0", value)
         store.set("report/1/1", json.dumps(["barrier", "train.py:8"]))
-        assert re.match("  rank 0 .*\n  rank 1 in barrier at train.py:8$", ask_all(store, 2, ring=lambda: None))
+        assert re.match("  rank 0 .*\n  rank 1 in barrier at train.py:8$", ask_all(store, 2, notify=lambda: None))
 
 
 @pytest.mark.slow("waits for a limit to pass")

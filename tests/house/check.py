@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 
-from tests.house import layers, pages, private_names, size, versions
+from tests.house import layers, pages, private_names, replaced, size, versions
 from tests.house.package import trees
 
 
 def main() -> int:
     """Print what is wrong, and return 1 where something is."""
-    found = [problem for rule in (layers, private_names, size, versions) for problem in rule.problems(trees())]
+    found = [
+        problem for rule in (layers, private_names, replaced, size, versions) for problem in rule.problems(trees())
+    ]
     found += pages.problems()
     print("\n".join(found) or "The house is in order.")
     return int(bool(found))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import distwrap
-from distwrap._internals import python as python_names, torch as torch_names, torch_data, torch_tree
+from distwrap._internals import python as python_names, torch as torch_names, torch_data
 from distwrap.errors import LoaderError, ModelError
 from distwrap.versions import TORCH_RELEASE
 from tests.house.private_names import TABLE
@@ -155,41 +155,6 @@ def test_importing_distwrap_needs_none_of_them() -> None:
     assert {name for name, result in told.items() if result != "imported"} <= IN_C, told
 
 
-def test_the_nestings_without_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch's pytree, tuples, lists, dicts and named tuples are nestings all the same."""
-    monkeypatch.setattr(torch_tree, "_pytree", None)
-    size = torch.zeros(2, 3).max(0)
-    value = {"a": [1, (2, size)], "b": 4}
-    leaves, structure = torch_tree.tree_flatten(value)
-    assert leaves == [1, 2, *size, 4]
-    assert torch_tree.tree_unflatten(leaves, structure) == value
-    assert torch_tree.tree_leaves(value) == leaves
-    assert torch_tree.map_tensors(torch.Tensor.sum, [1, {"x": size}]) == [1, {"x": (0, 0)}]
-    assert torch_tree.tensors_in([1, {"x": size}]) == list(size)
-
-
-@pytest.mark.parametrize("operation", ["add", "add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp_", "mul_", "sqrt"])
-def test_operations_on_many_tensors_without_torchs(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without torch's operation for many tensors, one after the other gives the same."""
-    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-        "add": (([torch.full((2,), 3.0), torch.ones(1)],), {"alpha": 2}),
-        "copy_": (([torch.full((2,), 3.0), torch.ones(1)],), {}),
-        "lerp_": (([torch.full((2,), 3.0), torch.ones(1)], 0.25), {}),
-        "addcdiv_": (([torch.ones(2), torch.ones(1)], [torch.full((2,), 4.0), torch.ones(1)]), {"value": 2.0}),
-        "addcmul_": (([torch.ones(2), torch.ones(1)], [torch.full((2,), 4.0), torch.ones(1)]), {"value": 2.0}),
-        "div_": (([torch.full((2,), 4.0), torch.full((1,), 2.0)],), {}),
-        "sqrt": ((), {}),
-    }
-    args, kwargs = arguments.get(operation, ((1.5,), {}))
-    results = []
-    for _ in range(2):
-        tensors = [torch.full((2,), 2.0), torch.full((1,), 3.0)]
-        result = torch_names.foreach(operation, tensors, *args, **kwargs)
-        results.append([tensor.tolist() for tensor in [*tensors, *result]])
-        monkeypatch.delattr(torch, f"_foreach_{operation}", raising=False)
-    assert results[0] == results[1]
-
-
 def test_an_overflow_without_the_scalers_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the scaler's own table, the gradients themselves show an overflow."""
     monkeypatch.delattr(torch.amp.GradScaler, "_found_inf_per_device")
@@ -199,14 +164,6 @@ def test_an_overflow_without_the_scalers_notes(monkeypatch: pytest.MonkeyPatch) 
     for gradient, overflowed in ((1.0, False), (float("inf"), True), (float("nan"), True)):
         weight.grad = torch.tensor([1.0, gradient])
         assert torch_names.has_overflowed(scaler, optimizer) is overflowed
-
-
-def test_norms_without_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the private base of norms, torch's public norms are known."""
-    monkeypatch.delattr(torch.nn.modules.batchnorm, "_NormBase")
-    assert isinstance(nn.BatchNorm2d(1), torch_names.norm_classes())
-    assert isinstance(nn.InstanceNorm1d(1), torch_names.norm_classes())
-    assert not isinstance(nn.LayerNorm(1), torch_names.norm_classes())
 
 
 def test_what_cannot_be_done_without_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +200,8 @@ def test_quiet_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_data.batches_given(iter([])) is None
     monkeypatch.delattr(torch.utils.data.dataloader, "_BaseDataLoaderIter")
     assert torch_data.held_iterators(torch.utils.data.DataLoader([])) == []
+    monkeypatch.delattr(torch.nn.modules.batchnorm, "_NormBase")
+    assert torch_names.norm_classes() == ()
     assert torch_names.has_scaled(object())  # type: ignore[arg-type]
     monkeypatch.delattr(sys, "_current_frames")
     assert python_names.frames_of_threads() == {}

@@ -56,8 +56,8 @@ def test_a_failure_is_reported_before_others_hear_of_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(worker.failures, "tell", lambda _: done.append("told"))
     monkeypatch.setattr(worker, "abandon_process_group", lambda **_: done.append("left"))
     link = SimpleNamespace(report=lambda _: done.append("reported"))
-    with pytest.raises(worker.FailureTold):
-        worker.or_told(link, 0, lambda: {}["boom"])  # type: ignore[arg-type]
+    with pytest.raises(worker.FailureReported):
+        worker.report_failures(link, 0, lambda: {}["boom"])  # type: ignore[arg-type]
     assert done == ["reported", "told", "left"]
 
 
@@ -162,7 +162,7 @@ def test_a_rank_that_is_ended_at_its_start(tmp_path: Path, monkeypatch: pytest.M
         os._exit(3)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(elastic, "be_a_rank", begin_late)
+    monkeypatch.setattr(elastic, "rank_main", begin_late)
     with pytest.raises(WorkerDiedError, match=r"rank 1 on .* exit code 3"):
         work.options(max_restarts=0, launcher="elastic")("")
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
-from distwrap.launch import outcome
+from distwrap.launch.outcome import Outcome, raise_if_failed
+from distwrap.supervision.failure import Failure
 
 
 class Custom(Exception):
@@ -23,9 +24,13 @@ class Picky(Exception):
         self.detail, self.place = detail, object()
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """As it comes over the network, from rank 3 on another host."""
-    return {**json.loads(json.dumps(outcome.to_json(error))), "host": "n2", "rank": 3}
+def raised(error: BaseException, **changed: Any) -> BaseException:
+    """Return what is raised here of what comes over the network, from rank 3 on another host."""
+    text = Failure.of(error, 3, host="n2", pid=0).to_json()
+    failure = Failure.from_json(json.dumps({**json.loads(text), **changed}))
+    with pytest.raises(BaseException) as caught:
+        raise_if_failed([Outcome(3, failure=failure)])
+    return caught.value
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,7 @@ def told(error: BaseException) -> dict[str, Any]:
 )
 def test_an_exception_comes_in_its_own_type(error: Exception) -> None:
     """One whose type is known here, and whose arguments are plain, is made again, with rank and host."""
-    made = outcome.from_json(told(error))
+    made = raised(error)
     assert type(made) is type(error)
     assert (made.args, str(made)) == (error.args, str(error))
     assert getattr(made, "detail", None) == getattr(error, "detail", None)
@@ -52,12 +57,19 @@ def test_an_exception_comes_in_its_own_type(error: Exception) -> None:
 @pytest.mark.parametrize("error", [ValueError(object()), KeyboardInterrupt(), SystemExit(3)])
 def test_what_cannot_be_made_again_is_told_in_words(error: BaseException) -> None:
     """Others, and what is no exception to raise elsewhere, come as a WorkerError that quotes them."""
-    made = outcome.from_json(told(error))
+    made = raised(error)
     assert type(made) is WorkerError
-    assert str(made).startswith(f"on n2: {type(error).__name__}: ")
+    assert str(made).startswith(f"rank 3 on n2 raised {type(error).__name__}")
 
 
 def test_nothing_is_imported_or_called_for_an_exception() -> None:
     """A type that is not loaded, or is no exception, is not looked for."""
     for kind in (["antigravity", "Error"], ["builtins", "print"], ["os", "system"], ["builtins", "object"]):
-        assert type(outcome.from_json({**told(ValueError("echo")), "type": kind})) is WorkerError
+        assert type(raised(ValueError("echo"), kind=kind)) is WorkerError
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 9999, '{"kind": 3}', '{"kind": ["a", "b"], "rank": "x"}'])
+def test_a_text_that_is_no_failure(text: str) -> None:
+    """Whatever a stranger has written is told as one kind of error."""
+    with pytest.raises(ValueError, match="is no failure of a rank"):
+        Failure.from_json(text)

@@ -48,13 +48,14 @@ def test_a_failure_is_told_wherever_a_loaders_worker_ends(monkeypatch: pytest.Mo
         before = sys.gettrace()
         sys.settrace(ends)
         try:
-            with pytest.raises(worker.FailureTold):
-                worker.or_told(SimpleNamespace(report=reports.append), 3, fail)  # type: ignore[arg-type]
+            with pytest.raises(worker.FailureReported):
+                worker.report_failures(SimpleNamespace(report=reports.append), 3, fail)  # type: ignore[arg-type]
         finally:
             sys.settrace(before)
         assert reports, f"nothing was told where it came at line {line}"
-        first = "the first to notice" in reports[-1].summary
-        assert first or (line <= 3 and "DataLoader worker" in reports[-1].summary)  # up to where it is known
+        words = reports[-1].failure.text  # type: ignore[union-attr]
+        first = "the first to notice" in words
+        assert first or (line <= 3 and "DataLoader worker" in words)  # up to where it is known
         if ends.lines < line:  # it has been at each
             break
     assert line > 3

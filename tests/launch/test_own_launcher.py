@@ -21,7 +21,7 @@ from distwrap.errors import LaunchError, OptionError, WorkerDiedError
 from distwrap.launch import transport, worker
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.fork import ForkLauncher
-from distwrap.launch.outcome import Outcome, death, failure, raise_failure, success
+from distwrap.launch.outcome import Outcome, death, failure, raise_if_failed, success
 from distwrap.launch.task import Assignment
 from distwrap.registry import launchers
 from tests.forked_commands import PYTHON
@@ -69,7 +69,7 @@ class FolderLauncher(Launcher):
             if failed:
                 for pid in filter(lives, pids.values()):
                     os.kill(pid, 9)
-                raise_failure(failed)
+                raise_if_failed(outcomes.values())
             time.sleep(0.02)
         return [outcomes[rank] for rank in range(job.nprocs)]
 
@@ -80,7 +80,7 @@ class FolderLink:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
 
-    def tie(self) -> None:
+    def bind_lifetime(self) -> None:
         """Nothing ties this process's life to the launcher's."""
 
     def assignment(self) -> Assignment:

@@ -36,7 +36,7 @@ def test_registered_names_travel() -> None:
         pass
 
     dw.register_strategy("late", Late, "registered in the caller")
-    dw.register_precision("bf16", "distwrap.precision.base:FullPrecision")
+    dw.register_precision("bf16", "distwrap.precision.precisions:FullPrecision")
     dw.register_algorithm("rarely", "distwrap.comm:LocalSGD", sync_every=77)
     dw.register_launcher("fresh", "distwrap.launch.spawn:SpawnLauncher")
     for *names, algorithm in run_ranks(_uses, 2, timeout=LIMIT):

@@ -15,9 +15,19 @@ import torch
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from distwrap.group import failures
-from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
+from distwrap.launch.outcome import (
+    CAUSE_SECONDS,
+    SETTLE_SECONDS,
+    Outcome,
+    collect,
+    death,
+    first_cause,
+    raise_if_failed,
+    success,
+)
+from distwrap.supervision.failure import Failure
 from distwrap.testing import run_ranks
+from tests.clock import FastClock
 from tests.limits import SOON
 from tests.orphans import lives
 from tests.slow import slow
@@ -25,34 +35,48 @@ from tests.slow import slow
 LAUNCHERS = ["fork", "forkserver", slow("spawn", why="the other two")]
 
 
-def told(rank: int, moment: float, summary: str) -> Outcome:
-    return Outcome(rank, "host", 1, moment, summary=summary, is_secondary=failures.words_are_secondary(summary))
+def told(rank: int, moment: float, error: BaseException, *, secondary: bool = False) -> Outcome:
+    return Outcome(rank, failure=Failure.of(error, rank, host="host", time=moment, secondary=secondary))
 
 
 def test_the_earliest_failure_is_the_cause() -> None:
     """Of two failures the earlier one is named, whichever was read first."""
-    late, early = told(0, 2.0, "ValueError: late"), told(1, 1.0, "ValueError: early")
-    assert first_cause([late, early]) is early
+    late, early = told(0, 2.0, ValueError("late")), told(1, 1.0, ValueError("early"))
+    assert first_cause([late, early]) is early.failure
+    assert first_cause([success(0, None)]) is None
 
 
 def test_an_echo_is_never_the_cause() -> None:
     """A rank that only lost its peer does not hide the peer's own failure, or its silent death."""
-    echo = told(0, 1.0, "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1")
-    end, error = death(1, 2, -9), told(1, 2.0, "KeyError: 'x'")
-    assert first_cause([echo, end]) is end
-    assert first_cause([echo, error]) is error
-    assert first_cause([echo]) is echo
+    echo = told(0, 1.0, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), secondary=True)
+    end, error = death(1, 2, -9), told(1, 2.0, KeyError("x"))
+    assert first_cause([echo, end]) is end.failure
+    assert first_cause([echo, error]) is error.failure
+    assert first_cause([echo]) is echo.failure
 
 
 def test_an_echo_that_names_the_cause_gives_way_to_it_alone() -> None:
     """A rank that names the one it has lost gives way to that one's own end; ranks that had left lost nothing by it."""
-    echo = told(
-        0, 1.0, "distwrap.errors.WorkerError: rank 0 on host lost the connection to a rank that failed first: rank 1"
-    )
-    end = death(1, 2, -9)
-    assert first_cause([echo, end]) is end
+    words = "rank 0 on host lost the connection to a rank that failed first: rank 1"
+    echo, end = told(0, 1.0, WorkerError(words), secondary=True), death(1, 2, -9)
+    assert first_cause([echo, end]) is end.failure
     with pytest.raises(WorkerError, match="a rank that failed first: rank 1"):
-        raise_failure([echo], finished=[2])
+        raise_if_failed([echo, success(2, None)])
+
+
+@pytest.mark.parametrize(("secondary", "seconds"), [(False, SETTLE_SECONDS), (True, CAUSE_SECONDS)])
+def test_others_have_a_moment_to_explain_a_failure(secondary: bool, seconds: float) -> None:
+    """After a failure outcomes are waited for a moment, and longer where it only follows from another one."""
+    clock, first = FastClock(), told(0, 1.0, ValueError("no"), secondary=secondary)
+    asked: list[float | None] = []
+
+    def receive(left: float | None, cause: Failure | None) -> list[Outcome]:
+        asked.append(left)
+        clock.sleep(0.1)
+        return [first] if cause is None else []
+
+    assert collect(receive, clock=clock) == [first]
+    assert asked == [None, pytest.approx(seconds)]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

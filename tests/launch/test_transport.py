@@ -115,7 +115,7 @@ def test_exception_in_its_own_type(launcher: str) -> None:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_exception_class_of_the_callers_function(launcher: str) -> None:
-    """An exception class defined inside a function is the same class in the caller, so `except` matches."""
+    """An exception class defined inside a function is the caller's, where the function was sent; a fork's is a copy."""
 
     class LocalError(Exception):
         pass
@@ -124,8 +124,10 @@ def test_exception_class_of_the_callers_function(launcher: str) -> None:
     def fails() -> None:
         raise LocalError("here")
 
-    with pytest.raises(LocalError, match="here"):
+    with pytest.raises(Exception, match="here") as caught:
         fails()
+    assert caught.type.__name__ == "LocalError"
+    assert (caught.type is LocalError) is (launcher != "fork")
 
 
 def test_class_of_the_caller_is_not_changed_by_the_way_back() -> None:

@@ -14,9 +14,9 @@ from distwrap.environments import Placement
 from distwrap.network.keys import count, find, read
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.notes import read_note
+from distwrap.supervision.notifier import Notifier
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "file": lambda path: FileStore(str(path), 2),
@@ -91,14 +91,14 @@ def channel() -> Iterator[Channel]:
     """The channel of rank 0 of 2, whose store deletes what it shows."""
     store = Interleaved("")
     place = Placement(0, 2, master_addr="127.0.0.1")
-    bells = Bells(store, place)  # type: ignore[arg-type]
-    yield Channel(bells, place, Activity(None), True, 100.0, b"")
-    bells.close()
+    notifier = Notifier(store, place)  # type: ignore[arg-type]
+    yield Channel(notifier, place, Activity(None), True, 100.0, b"")
+    notifier.close()
 
 
 def test_a_question_and_a_note_that_are_gone_keep_no_rank_waiting(channel: Channel) -> None:
     """Of a loader that is gone the note is erased, and of an answered question the text, while others look."""
-    store: Any = channel._bells.store
+    store: Any = channel._notifier.store
     other = SignedTexts(store, b"")
     other.set("note/loader/1", "here")
     store._deleted = "note/loader/1"

@@ -388,6 +388,50 @@ def test_an_evaluation_by_rank_0_alone_has_the_batches_of_one_process(tmp_path: 
     assert proof.mistake == "samples-twice", str(proof)
 
 
+DECORATED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import distwrap as dw
+
+@dw.distributed()
+def main():
+    torch.manual_seed(0)
+    x, v = torch.randn(96, 3), torch.randn(40, 3)
+    data, held_out = TensorDataset(x, x.sum(1, keepdim=True)), TensorDataset(v, torch.arange(40.0)[:, None])
+    model = dw.wrap_model(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evaluation = DataLoader(held_out, batch_size=32)
+    for inputs, targets in dw.shard_loader(DataLoader(data, batch_size=12)):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if dw.is_rank_zero():
+        with torch.no_grad():
+            losses = [nn.functional.mse_loss(dw.unwrap_model(model)(inputs), targets) for inputs, targets in evaluation]
+        print(f"validation {sum(losses):.4f}")
+    dw.barrier()
+    return dw.mean(loss.item(), len(inputs))
+
+main()
+"""
+
+
+def test_a_decorated_script_is_seen_as_others(tmp_path: Path) -> None:
+    """Its evaluation by rank 0 alone has the batches of one process, and what it returns is compared."""
+    script = tmp_path / "script.py"
+    script.write_text(DECORATED)
+    proof = proven(Program(str(script)), ranks=(2,))
+    assert proof.verdict == "equal", str(proof)
+    assert "no evaluation was seen" not in proof.notes
+    script.write_text(DECORATED.replace("dw.mean(loss.item(), len(inputs))", "loss.item()"))
+    proof = proven(Program(str(script)), ranks=(2,))
+    assert proof.mistake == "number-of-a-part", str(proof)
+    assert "what the function returned" in str(proof)
+
+
 def test_the_last_printed_digit() -> None:
     """One more there, or a number as small as rounding, is no difference where float64 has none; and else it is."""
     proof = prove(fine, ranks=[2])
@@ -455,7 +499,7 @@ def test_a_large_model() -> None:
             prove(wide, rows, ranks=[2])
     with world.folder() as folder:
         (step, _) = world.run(Program(function=wide), 1, folder).seen[0].steps
-    assert [len(each.values) for each in step.begun.values()] == [256, 64]
+    assert [len(each.values) for each in step.tensors["begun"].values()] == [256, 64]
 
 
 class Blocks(nn.Module):

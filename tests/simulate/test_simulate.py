@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distwrap as dw
-from distwrap._internals.torch_groups import collectives_begun
+from distwrap._internals.torch import collectives_begun
 from distwrap.errors import CollectiveError, DeadlockError, LaunchError, ModelError, OptionError, WorkerDiedError
 from distwrap.testing import run_ranks, simulate
 from tests.slow import slow

@@ -21,8 +21,8 @@ from distwrap.group.world import World, active_world, current_world
 from distwrap.model.checks.drift import Drift, ModelWatch
 from distwrap.model.checks.in_sync import ComparedTensor, Comparison
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.notifier import Notifier
 from distwrap.testing import run_ranks
 from tests.slow import few, slow
 
@@ -604,8 +604,8 @@ def test_a_difference_counts_though_the_other_rank_has_gone_on() -> None:
 def test_models_that_are_gone_are_forgotten() -> None:
     """Where models come one after another, each rank watches the present one, and its channel serves one name."""
     placement, served = Placement(world_size=2), []
-    bells = Bells(dist.HashStore(), placement)
-    channel = Channel(bells, placement, Activity(None), supervised=True, timeout=10, secret=b"")
+    notifier = Notifier(dist.HashStore(), placement)
+    channel = Channel(notifier, placement, Activity(None), supervised=True, timeout=10, secret=b"")
     channel.work.serve = lambda name, make: served.append(name)  # type: ignore[method-assign]
     drift = World(placement, torch.device("cpu"), channel=channel).part(Drift)
     watches = weakref.WeakSet[ModelWatch]()
@@ -621,7 +621,7 @@ def test_models_that_are_gone_are_forgotten() -> None:
     assert len(drift.watches) == 1
     assert len(watches) < 10
     assert served == ["alike/0"]
-    bells.close()
+    notifier.close()
     assert drift.averages == 150
 
 

@@ -303,17 +303,17 @@ def two_windows() -> list[float]:
     loops = [dw.accumulate(xs, 2, models[0]), dw.accumulate(xs, 3, models[1])]
     for both in zip(*loops, strict=True):
         for model, optimizer, (x, window) in zip(models, optimizers, both, strict=True):
-            dw.backward(dw.scale_loss(model(x).pow(2).sum(), len(x)))
+            dw.backward(dw.scale_loss(model(x).pow(2).sum(), len(x), window=window))
             if window.last:
                 optimizer.step()
                 optimizer.zero_grad()
     for x, outer in dw.accumulate(xs, 3, models[0]):
         for y, inner in dw.accumulate(xs[:2], 2, models[1]):
-            dw.backward(dw.scale_loss(models[1](y).pow(2).sum(), len(y)))
+            dw.backward(dw.scale_loss(models[1](y).pow(2).sum(), len(y), window=inner))
             if inner.last:
                 optimizers[1].step()
                 optimizers[1].zero_grad()
-        dw.backward(dw.scale_loss(models[0](x).pow(2).sum(), len(x)))
+        dw.backward(dw.scale_loss(models[0](x).pow(2).sum(), len(x), window=outer))
         if outer.last:
             optimizers[0].step()
             optimizers[0].zero_grad()
@@ -346,13 +346,13 @@ def by_hand(ranks: int) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_windows_at_once_and_nested(ranks: int) -> None:
-    """Each loss counts in the window of its own model."""
+    """Each loss counts in the window that is said."""
     for result in run_ranks(two_windows, ranks):
         assert result == pytest.approx(by_hand(ranks), rel=0, abs=1e-9)
 
 
 def test_windows_that_cannot_be_told_apart() -> None:
-    """A loss through the models of two windows needs a word; two loops over one model are an error."""
+    """A loss beside two windows needs a word; two loops over one model are an error."""
     one, other = net(), net()
     for (x, window), _ in zip(dw.accumulate([1.0] * 4, 2, one), dw.accumulate([1.0] * 4, 2, other), strict=True):
         loss = other(one(torch.full((1, 1), x).double())).sum()

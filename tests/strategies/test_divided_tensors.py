@@ -295,6 +295,8 @@ def _gathered(rows: int) -> tuple[float, list[str]]:
             far = max(far, float((model(x) - net(x)).abs().max()))
         except (ModelError, RuntimeError) as error:
             said.append(str(error))
+    with pytest.raises(ModelError, match=r"load_state_dict\(\) within gathered_weights"), dw.gathered_weights(model):
+        model.load_state_dict(state)
     with pytest.raises(ModelError) as caught, dw.gathered_weights(model.blocks[0]), torch.no_grad():
         odd()
     said.append(str(caught.value))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from distwrap.model.wrapped_models import bound_strategy
 from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import AutoStrategy
-from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, estimate, estimate_stages, optimizer
+from distwrap.strategies.estimate import Need, estimate, fit, optimizer, recommended
 from distwrap.testing import run_ranks
 from tests.clusters.running import PYTHON, ROOT, run
 
@@ -229,40 +227,6 @@ def test_an_optimizer_prepared_before_its_model_follows_the_choice() -> None:
     assert own + others == every
 
 
-class Chain(Net):
-    """Net whose blocks hand on all that the next one needs."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x) * self.frozen + self.shift  # type: ignore[no-any-return]
-
-
-def in_stages(precision: str) -> int:
-    """Return the bytes of weights, buffers, gradients and state of this rank's stage after a step."""
-    model = wrap_model(Chain(24), precision=precision)
-    stepper = torch.optim.AdamW(model.parameters())
-    x = torch.ones(4, 12)
-    torch.nn.functional.mse_loss(model(x), torch.ones(4, 3)).backward()
-    stepper.step()
-    here = [each for each in (*model.parameters(), *model.buffers()) if type(each) in (nn.Parameter, torch.Tensor)]
-    state = [value for each in here for value in stepper.state.get(each, {}).values()]
-    return sum(each.nbytes for each in [*here, *(each.grad for each in here if each.grad is not None), *state])
-
-
-@pytest.mark.parametrize("precision", ["32", "bf16-true"])
-def test_the_stages_of_a_pipeline(precision: str) -> None:
-    """The fullest stage needs what is estimated, or less by what another one computes of outside of the blocks."""
-    in_precision, make = InPrecision(precision, torch.device("cpu")), optimizer("adamw")
-    found = estimate_stages(Net(24), 2, in_precision, make)
-    measured = distributed(strategy="pipeline", nprocs=2, returns="all", timeout=60)(in_stages)(precision)
-    outside = estimate_stages(Net(24), 4, in_precision, make).total * 2 - found.total
-    assert found.total - outside <= max(measured) <= found.total
-    assert "no list of at least 5 blocks" in estimate_stages(Net(24), 5, in_precision, make).why_not
-    assert "no other to share with" in estimate_stages(Net(24), 1, in_precision, make).why_not
-
-
 @pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_the_command(tmp_path: Path) -> None:
     """It prints a row for each strategy, and the recommendation, and allocates none of 40 billion weights."""
@@ -289,7 +253,7 @@ def test_the_command_with_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kB besides, for the backward of one batch" in said
     assert "Recommended: strategy='ddp': it needs" in said
     assert "tp        " in said
-    assert re.search(r"pipeline +\S+ kB +\S+ kB +- +\S+ kB +- +\S+ kB +fits", said)
+    assert "pipeline  -  as its stages" in said
     for more, remark in (
         ([], "not in it; --batch measures them"),
         (["--batch", "16x12", "--precision", "bf16"], "not in it: autocast does nothing on the meta device"),

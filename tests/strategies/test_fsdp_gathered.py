@@ -194,7 +194,7 @@ WAYS: tuple[Callable[[Any, torch.Tensor], None], ...] = (
 def _distance(model: nn.Module, net: nn.Module) -> float:
     from distwrap.strategies import shards
 
-    state = shards.full_state(model, everywhere=True)
+    state = shards.Divided(model, {}).state(everywhere=True)
     return max(float((state[name] - value).abs().max()) for name, value in net.state_dict().items())
 
 
@@ -230,8 +230,8 @@ def _given_back() -> None:
         later = [part.register_forward_hook(lambda *_: None) for part in (net.blocks[1].layer, net.blocks[1])]
         optimizer.step()
         loss = _loss(model, data(torch.float32))
-        state = shards.full_state(model, everywhere=True)
-        FSDPStrategy().give_back(net, model, state)
+        state = shards.Divided(model, {}).state(everywhere=True)
+        FSDPStrategy().restore_original(net, model, state)
         assert all(type(value) is nn.Parameter for value in net.parameters())
         assert all(value.equal(state[name]) for name, value in net.state_dict().items())
         assert all(len(vars(part)["_forward_hooks"]) == 1 for part in (net.blocks[1].layer, net.blocks[1]))

@@ -53,7 +53,7 @@ def data() -> torch.Tensor:
 def _distance(model: nn.Module, net: nn.Module) -> float:
     from distwrap.strategies import shards
 
-    state = shards.full_state(model, everywhere=True)
+    state = shards.Divided(model, {}).state(everywhere=True)
     return max(float((state[name] - value).abs().max()) for name, value in net.state_dict().items())
 
 

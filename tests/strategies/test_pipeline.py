@@ -16,7 +16,7 @@ import distwrap as dw
 from distwrap.errors import CollectiveError, ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.strategies.pipeline import PipelineStrategy
-from distwrap.strategies.pipeline.blocks import find_blocks
+from distwrap.strategies.pipeline.placement import find_blocks
 from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
 from distwrap.testing import run_ranks, simulate
 
@@ -380,7 +380,7 @@ def refused() -> None:
         dw.wrap_model(Lossy())
     with pytest.raises(ModelError, match="blocks' of 1"):
         dw.wrap_model(GPT(blocks=1))
-    with pytest.raises(OptionError, match="leave comm out"):
+    with pytest.raises(OptionError, match="Leave comm out"):
         dw.wrap_model(GPT(), comm="bytegrad")
     with pytest.raises(ModelError, match=r"method of Linear in loss="):
         dw.wrap_model(nn.Linear(2, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -129,6 +130,23 @@ def test_a_mistake_in_a_factory_comes_through() -> None:
         registry.make("passed_on(feedback=True)")
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("fsdp:FSDPStrategy", "tensor_paralel", "Did you mean 'tensor_parallel'"),
+        ("fsdp:FSDPStrategy", "context_parallel", r"FSDPStrategy\(context_parallel=…\): "),
+        ("pipeline:PipelineStrategy", "schedul", "Did you mean 'schedule'"),
+        ("hivemind:HivemindStrategy", "batchsize", "Did you mean 'batch_size'"),
+        ("single:SingleStrategy", "devices", "unknown option of SingleStrategy 'devices'"),
+    ],
+)
+def test_a_misspelt_option_of_a_class_is_named(name: str, option: str, message: str) -> None:
+    """As where a strategy is given as text; with the nearest name, or with what came in its place."""
+    module, _, kind = name.partition(":")
+    with pytest.raises(OptionError, match=message):
+        getattr(importlib.import_module(f"distwrap.strategies.{module}"), kind)(**{option: 2})
+
+
 def test_broken_and_doubled_entry_points_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name whose import fails, or that two packages have, is refused where it is chosen, with the places."""
     for package, points in (("one", "gone = nowhere:X\ntwin = one:X\n"), ("two", "twin = two:X\n")):
@@ -187,7 +205,7 @@ def _trains_inside(comm: str) -> tuple[list[str], float]:
 
 def test_a_subclass_may_put_something_around_the_model() -> None:
     """The model within is one of the run's as ever: for wrap_optimizer, a second wrap_model, and the end of the run."""
-    assert run_ranks(_trains_inside, 2, "qadam") == [(["DistributedModel", "QAdamOptimizer"], 1.5)] * 2
+    assert run_ranks(_trains_inside, 2, "qadam") == [(["DistributedModel", "Adam"], 1.5)] * 2
 
 
 def _sent() -> int:

@@ -17,8 +17,7 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.registry import strategies
-from distwrap.strategies.optimizer_share import OptimizerShares
-from distwrap.strategies.zero import ZeroStrategy
+from distwrap.strategies.zero import OptimizerShares, ZeroStrategy
 from distwrap.testing import run_ranks
 from tests.slow import nightly
 
@@ -301,7 +300,7 @@ def refused() -> None:
         found.backward()  # type: ignore[no-untyped-call]
         return found
 
-    with pytest.raises(ModelError, match="parameters together"):
+    with pytest.raises(ModelError, match="all parameters at once"):
         dw.wrap_optimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ModelError, match="Join does not go"), Join([model]):
         pass

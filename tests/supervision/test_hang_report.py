@@ -59,7 +59,7 @@ def test_an_answer_that_no_rank_has_written(text: str) -> None:
 
 def test_many_who_ask_at_once_ask_once() -> None:
     """Of ranks that ask all others at the same time one does, and all have the same answer."""
-    store, rung, heard = HashStore(), [], []
+    store, notified, heard = HashStore(), [], []
 
     class Asking(FastClock):
         """Clock in whose first moment the next rank asks too, and in that of the last one the first has its answers."""
@@ -77,9 +77,9 @@ def test_many_who_ask_at_once_ask_once() -> None:
         if depth == 6:
             store.set("said/1", "  rank 0 in barrier")
             return
-        heard.append(ask_all(store, 2, lambda: rung.append(depth), lambda asked: None, Asking()))
+        heard.append(ask_all(store, 2, lambda: notified.append(depth), lambda asked: None, Asking()))
 
     ask_next()
-    assert rung == [1]
+    assert notified == [1]
     assert heard[:4] == ["  rank 0 in barrier"] * 4
     assert store.add("reports", 0) == 1

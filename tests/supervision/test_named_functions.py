@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import distwrap.data.dispatch
+import distwrap.data.lockstep
+import distwrap.group.world  # noqa: F401 - which add theirs
 from distwrap.supervision import stacks, waits
 from tests.house.package import PACKAGE
 
 TORCH = Path(torch.__file__).parent
-FILES = {waits._OPERATORS, waits._BACKWARD, stacks._DATA_LOADER, stacks._OPTIMIZER}
+FILES = {waits._BACKWARD, stacks._DATA_LOADER, stacks._OPTIMIZER}
 FUNCTIONS = {
-    *waits._LOOPS,
-    *stacks._END_OF_RUN,
+    *stacks.END_OF_RUN,
     (str(PACKAGE / "group" / "wait_for_rank.py"), "share_result"),  # of which Reporter knows more
     (str(TORCH / "_utils.py"), "reraise"),
     (str(TORCH / "optim" / "optimizer.py"), "wrapper"),
@@ -40,7 +42,7 @@ def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
 def test_files_that_are_named_are_there() -> None:
     """A file or folder by whose path a stack is read is in torch or in distwrap."""
     assert all((TORCH.parent / file).is_file() for file in FILES)
-    assert all(Path(path).exists() for path in (*waits._TORCHS, waits._DATA, *stacks._OUR_LOOPS, *waits._OUR_NATIVE))
+    assert all(Path(path).exists() for path in (waits._DISTRIBUTED, *stacks.LOOPS))
 
 
 @pytest.mark.slow("others of its kind are in make test")

@@ -17,21 +17,11 @@ from distwrap.network import stores
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.stores import client_of
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.notifier import Notifier
 from distwrap.supervision.shared_work import LOOK_SECONDS, SILENT_SECONDS, SharedWork
 from tests.clock import FastClock
 from tests.limits import SOON
-
-
-class Excused:
-    """A stall detector that is asked to excuse, and does."""
-
-    def __init__(self) -> None:
-        self.asked: list[bool] = []
-
-    def excuse(self, on: bool) -> None:
-        self.asked.append(on)
 
 
 @pytest.mark.parametrize("on_one_node", [True, False])
@@ -42,9 +32,9 @@ def test_answers_come_when_it_is_time_and_leave_nothing_in_the_store(on_one_node
     address = None if on_one_node else "127.0.0.1"
     places = [Placement(rank, 3, master_addr=address) for rank in range(3)]
     clients = [stores.connect("127.0.0.1", [port], "mine", 10, "a rank")[0] for _ in range(3)]
-    rings = [Bells(client, place) for client, place in zip(clients, places, strict=True)]
+    rings = [Notifier(client, place) for client, place in zip(clients, places, strict=True)]
     texts = [SignedTexts(client, b"") for client in clients]
-    works = [SharedWork(*each, Excused(), supervised=True) for each in zip(rings, texts, places, strict=True)]  # type: ignore[arg-type]
+    works = [SharedWork(*each, Activity(None), supervised=True) for each in zip(rings, texts, places, strict=True)]
     before = store.num_keys()
     taken: list[int] = []
 
@@ -81,55 +71,62 @@ def test_no_file_is_written_that_is_named_over_a_network(tmp_path: Path) -> None
     """An answer goes into the asker's file only where the ranks' store is a file of their launcher's."""
     store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
     place = Placement(0, 2, master_addr="127.0.0.1")
-    bells, precious = Bells(store, place), tmp_path / "precious"
+    notifier, precious = Notifier(store, place), tmp_path / "precious"
     precious.write_text("mine")
-    work = SharedWork(bells, SignedTexts(store, b""), place, Excused(), supervised=True)  # type: ignore[arg-type]
+    work = SharedWork(notifier, SignedTexts(store, b""), place, Activity(None), supervised=True)
     work.serve("thing", lambda request, waited: b"other")
     store.add("asked/thing", 1)
     SignedTexts(store, b"").set("ask/thing/1", json.dumps([0, str(precious), 1, "token"]))
     work.look()
     assert store.check(["work/thing/1/token"])
     assert precious.read_text() == "mine"
-    bells.close()
+    notifier.close()
 
 
 def test_a_question_may_come_before_it_is_served() -> None:
     """A rank that was rung before it served what it is asked for looks again once it does."""
     store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
     place = Placement(0, 2, master_addr="127.0.0.1")
-    bells = Bells(store, place)
-    channel = Channel(bells, place, Activity(None), True, 100.0, b"")
+    notifier = Notifier(store, place)
+    channel = Channel(notifier, place, Activity(None), True, 100.0, b"")
     store.add("asked/thing", 1)
     SignedTexts(store, b"").set("ask/thing/1", json.dumps([0, "", 1, "token"]))
-    bells.ring(0)
+    notifier.notify(0)
     channel.look()
     channel.work.serve("thing", lambda request, waited: b"answer")
     channel.look()
     assert store.check(["work/thing/1/token"])
-    bells.close()
+    notifier.close()
 
 
 def test_who_waits_hears_at_once_that_a_rank_leaves() -> None:
     """A rank that is waited for, and leaves in order without the work, rings: nobody looks for it before long."""
     store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
     places = [Placement(rank, 2, master_addr="127.0.0.1") for rank in range(2)]
-    rings = [Bells(client_of(store), place) for place in places]
-    stalls = [Excused() for _ in places]
+    rings = [Notifier(client_of(store), place) for place in places]
+    activities, waits = [Activity(None) for _ in places], list[object]()
     works = [
-        SharedWork(bells, SignedTexts(bells.store, b""), place, each, supervised=True)  # type: ignore[arg-type]
-        for bells, place, each in zip(rings, places, stalls, strict=True)
+        SharedWork(notifier, SignedTexts(notifier.store, b""), place, each, supervised=True)
+        for notifier, place, each in zip(rings, places, activities, strict=True)
     ]
     store.set("here/0", "{}")
-    leaving = threading.Timer(0.5, works[0].leave, kwargs={"failed": False})
+
+    def leave() -> None:
+        begun = activities[1].wait_begun
+        waits.append(begun and (begun.kind, begun.peers))
+        works[0].leave(failed=False)
+
+    leaving = threading.Timer(0.5, leave)
     leaving.start()
     start = time.monotonic()
     with pytest.raises(CollectiveError, match="has left"):
         works[1].wait_for("thing", 0)
-    assert stalls[1].asked == [True, False], "a rank that waits for work is no stall"
+    assert waits == [("work", (0,))], "a rank that waits for work says so, and is no stall"
+    assert activities[1].wait_begun is None
     assert time.monotonic() - start < LOOK_SECONDS / 2
     leaving.join()
-    for bells in rings:
-        bells.close()
+    for notifier in rings:
+        notifier.close()
 
 
 class Working(FastClock):
@@ -152,12 +149,12 @@ def test_work_of_a_rank_on_another_node_takes_as_long_as_it_lives(notes: bool) -
     """Who notes now and then where it is lives; who has not for two minutes counts as gone, and is named."""
     store, place = HashStore(), Placement(1, 2, 0, 1, 1, 2, master_addr="127.0.0.1")
     store.set("here/0", json.dumps({"node": "another", "host": "over there", "pid": 7}))
-    bells = Bells(store, place, Working(store, notes))
-    work = SharedWork(bells, SignedTexts(store, b""), place, Excused(), supervised=False)  # type: ignore[arg-type]
+    notifier = Notifier(store, place, Working(store, notes))
+    work = SharedWork(notifier, SignedTexts(store, b""), place, Activity(None), supervised=False)
     if notes:
         assert work.wait_for("thing", 0) == b"made"
     else:
         with pytest.raises(WorkerDiedError, match=r"over there .*process is gone"):
             work.wait_for("thing", 0)
-        assert SILENT_SECONDS <= bells.clock.monotonic() - 1000 <= SILENT_SECONDS + 2 * LOOK_SECONDS
-    bells.close()
+        assert SILENT_SECONDS <= notifier.clock.monotonic() - 1000 <= SILENT_SECONDS + 2 * LOOK_SECONDS
+    notifier.close()

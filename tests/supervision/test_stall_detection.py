@@ -12,9 +12,10 @@ from torch.distributed import HashStore
 from distwrap.environments import Placement
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import TICK_SECONDS, Channel
-from distwrap.supervision.stall_detection import COLLECTIVE_SECONDS, StallDetector
+from distwrap.supervision.notifier import Notifier
+from distwrap.supervision.observer import COLLECTIVE_SECONDS, Observer
+from distwrap.supervision.waits import MainThread
 from tests.clock import FastClock
 
 TIMEOUT = 30.0
@@ -22,7 +23,7 @@ RANKS = 3
 
 
 class Run:
-    """Ranks of one run, each with a detector that looks four times a second.
+    """Ranks of one run, each with an observer that looks four times a second.
 
     Attributes:
         lines: where the main thread of each rank is.
@@ -35,26 +36,30 @@ class Run:
         self.clocks = [FastClock() for _ in range(RANKS)]
         self.lines, self.cpu = [0] * RANKS, [0.0] * RANKS
         self.found: list[tuple[int, float]] = []
-        self._rank, frame = 0, SimpleNamespace()
+        self._rank, frame = 0, SimpleNamespace(f_code=SimpleNamespace(co_filename="train.py"), f_back=None)
 
         def stand() -> Any:
             frame.f_lasti = self.lines[self._rank]
             return frame
 
         monkeypatch.setattr(stacks, "frame_of", stand)
-        self.detectors = [
-            StallDetector(store, Placement(rank, RANKS), TIMEOUT, clock) for rank, clock in enumerate(self.clocks)
+        self.activities = [Activity(None) for _ in range(RANKS)]
+        threads = [MainThread(*each) for each in zip(self.activities, self.clocks, strict=True)]
+        silent: Any = None  # as no notice is asked for
+        self.observers = [
+            Observer(store, Placement(rank, RANKS), silent, thread, 0.0, TIMEOUT, clock)
+            for rank, (thread, clock) in enumerate(zip(threads, self.clocks, strict=True))
         ]
 
     def go_on(self, seconds: float, work: Callable[[], object] = lambda: None) -> None:
         """Let time pass, and let the ranks do some work between two looks."""
         for _ in range(int(seconds / TICK_SECONDS)):
             work()
-            for rank, (detector, clock) in enumerate(zip(self.detectors, self.clocks, strict=True)):
+            for rank, (observer, clock) in enumerate(zip(self.observers, self.clocks, strict=True)):
                 self._rank = rank
                 clock.sleep(TICK_SECONDS)
                 clock.computed += self.cpu[rank] * TICK_SECONDS
-                if detector.look():
+                if observer.look():
                     self.found.append((rank, clock.now - 1000.0))
 
 
@@ -89,11 +94,11 @@ def test_a_run_in_which_one_rank_moves(run: Run) -> None:
 
 def test_a_rank_that_is_excused(run: Run) -> None:
     """Who waits for work that may take as long as it likes does not stand still until its last such wait is over."""
-    for on in (True, True, False):
-        run.detectors[0].excuse(on)
-    run.go_on(5 * TIMEOUT)
-    assert not run.found
-    run.detectors[0].excuse(False)
+    with run.activities[0].waiting("work", (1,)):
+        with run.activities[0].waiting("exchange"):
+            pass
+        run.go_on(5 * TIMEOUT)
+        assert not run.found
     run.go_on(TIMEOUT)
     assert not run.found, "the limit counts from the end of the wait"
     run.go_on(2 * COLLECTIVE_SECONDS)
@@ -110,15 +115,26 @@ def test_a_rank_that_moves_again_no_longer_counts(run: Run) -> None:
     assert not run.found
 
 
+def test_ranks_that_were_stopped_have_not_stood(run: Run) -> None:
+    """A node that was suspended, as by SIGSTOP, looks after a long time, of which a second counts."""
+    for _ in range(10):
+        for clock in run.clocks:
+            clock.sleep(10 * TIMEOUT)
+        run.go_on(4 * TICK_SECONDS)
+    assert not run.found
+    run.go_on(TIMEOUT)
+    assert len(run.found) == 1
+
+
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
     """The channel of the only rank of a run, whose main thread stands in one line."""
     frame = SimpleNamespace(f_lasti=0, f_code=SimpleNamespace(co_filename="train.py", co_name="step"), f_back=None)
     monkeypatch.setattr(stacks, "frame_of", lambda ident=None: frame)
     monkeypatch.setattr(stacks, "of_thread", lambda ident=None: [("train.py", 7, "step")])
-    bells = Bells(HashStore(), Placement(0, 1), FastClock())
-    yield Channel(bells, Placement(0, 1), Activity(None), True, TIMEOUT, b"")
-    bells.close()
+    notifier = Notifier(HashStore(), Placement(0, 1), FastClock())
+    yield Channel(notifier, Placement(0, 1), Activity(None), True, TIMEOUT, b"")
+    notifier.close()
 
 
 def test_a_stall_is_told_with_the_hang_report(channel: Channel) -> None:
@@ -126,8 +142,8 @@ def test_a_stall_is_told_with_the_hang_report(channel: Channel) -> None:
     reports: list[str] = []
     channel.on_stall = reports.append
     while not reports:
-        channel._bells.clock.sleep(TICK_SECONDS)
+        channel._notifier.clock.sleep(TICK_SECONDS)
         channel.look()
-        assert channel._bells.clock.monotonic() < 1000 + 2 * TIMEOUT
+        assert channel._notifier.clock.monotonic() < 1000 + 2 * TIMEOUT
     assert reports[0].startswith("no rank has moved for 30 s:\n")
     assert "rank 0 in step at train.py:7" in reports[0]

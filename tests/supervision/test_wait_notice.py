@@ -22,10 +22,11 @@ import distwrap as dw
 from distwrap.environments import Placement
 from distwrap.errors import OptionError
 from distwrap.options import Options, notice_seconds
-from distwrap.supervision import stacks, waits as waits_module
+from distwrap.supervision import stacks
+from distwrap.supervision.activity import Activity, Kind
 from distwrap.supervision.channel import TICK_SECONDS
 from distwrap.supervision.locations import Location
-from distwrap.supervision.wait_notice import WaitNotice, notice_of
+from distwrap.supervision.observer import Observer, notice_of
 from distwrap.supervision.waits import MainThread, Wait
 from distwrap.testing import run_ranks
 from tests.by_hand import by_hand
@@ -181,13 +182,11 @@ def test_each_way_to_wait_is_told_once(waits: list[Callable[..., None]], tmp_pat
     assert len(told) == len(over) == len(waits), path.read_text()
     for wait, line, end in zip(waits, told, over, strict=True):
         until = "as long as that takes" if wait in AS_LONG_AS_IT_TAKES else r"up to \d+ s"
-        assert re.fullmatch(
-            rf"distwrap: ranks 1, 2 have waited \d+ s in {WAITS[wait]} at test_wait_notice\.py:\d+ for rank 0, which "
-            rf"is in (keep_waiting|lines|read_text) at test_wait_notice\.py:\d+(, step \d+)?\. They wait {until}\.",
-            line,
-        ), (wait, line)
-        place = rf"in {WAITS[wait]} at test_wait_notice\.py:\d+"
-        assert re.fullmatch(rf"distwrap: ranks 1, 2 go on after \d+ s {place}", end), (wait, end)
+        assert re.fullmatch(rf"distwrap: ranks 1, 2 have waited \d+ s for rank 0 \({until}\):", line), (wait, line)
+        place = rf"  ranks 1, 2 in {WAITS[wait]} at test_wait_notice\.py:\d+(, step \d+)?"
+        assert any(re.fullmatch(place, each) for each in lines(path, "  ranks 1, 2")), (wait, path.read_text())
+        assert re.fullmatch(r"distwrap: ranks 1, 2 go on after \d+ s", end), (wait, end)
+    assert len(lines(path, "  rank 0 in ")) == len(waits), path.read_text()
 
 
 # Where nothing is to be said.
@@ -270,12 +269,13 @@ def test_a_wait_for_one_rank_or_for_a_group(tmp_path: Path) -> None:
     """Ranks that have no part in the exchange are not said to be waited for."""
     path = tmp_path / "told"
     run_ranks(some_wait_for_some, 4, path, timeout=LIMIT)
-    for line, what in zip(lines(path, "waited"), ("recv", "all_reduce"), strict=True):
-        assert re.fullmatch(
-            rf"distwrap: rank 1 has waited \d+ s in {what} at test_wait_notice\.py:\d+ for rank 2, which is in "
-            r"(keep_waiting|lines|read_text) at test_wait_notice\.py:\d+(, step \d+)?\. It waits up to \d+ s\.",
-            line,
-        ), line
+    first, second = lines(path, "waited")
+    for line in (first, second):
+        assert re.fullmatch(r"distwrap: rank 1 has waited \d+ s for rank 2 \(up to \d+ s\):", line), line
+    assert [each.split(" at ")[0] for each in lines(path, "  rank 1 in")] == [
+        "  rank 1 in recv",
+        "  rank 1 in all_reduce",
+    ]
 
 
 @pytest.mark.slow("waits for a limit to pass")
@@ -321,7 +321,7 @@ def test_without_a_launcher(tmp_path: Path) -> None:
     assert 1 <= len(told) <= 2, ended  # and perhaps once more, after four times as long
     assert "have waited" not in ended[0][1]
     assert "ranks 1, 2 have waited" in told[0]
-    assert "in barrier at program.py:9 for rank 0, which is in main at program.py:8. They wait up to 60 s." in told[0]
+    assert "for rank 0 (up to 60 s):" in told[0]
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", "30 s"])
@@ -345,7 +345,7 @@ class Standing:
 
     def __init__(self, clock: FastClock) -> None:
         self._clock, self._since, self._moved = clock, clock.now, False
-        self.stood, self.moves = 0.0, 0
+        self.stood, self.still, self.moves = 0.0, 0.0, 0
 
     def move(self) -> None:
         self._moved = True
@@ -386,7 +386,7 @@ class Waiting:
         self.threads = [Standing(self.clock) for _ in range(1, RANKS)]
         self.asked = [Asked(rank, thread) for rank, thread in enumerate(self.threads, 1)]
         self.notices = [
-            WaitNotice(store, Placement(rank, RANKS), asked, thread, seconds, 600, self.clock)  # type: ignore[arg-type]
+            Observer(store, Placement(rank, RANKS), asked, thread, seconds, 600, self.clock)  # type: ignore[arg-type]
             for rank, (asked, thread) in enumerate(zip(self.asked, self.threads, strict=True), 1)
         ]
 
@@ -414,7 +414,7 @@ def test_it_is_said_again_when_it_lasts_four_times_as_long(capfd: pytest.Capture
     assert [re.findall(r"waited (\d+) s", line) for line in told] == [["0"], ["2"], ["8"], ["32"]]
     assert len({line.split(" have ")[0] for line in told}) == 1
     assert "ranks 1, 2 have waited" in told[0]
-    assert "in barrier at train.py:8 for rank 0, which is in evaluate at train.py:5. They wait up to 600 s." in told[0]
+    assert "for rank 0 (up to 600 s):" in told[0]
 
 
 def test_a_later_wait_at_the_same_place(capfd: pytest.CaptureFixture[str]) -> None:
@@ -439,7 +439,7 @@ def test_the_end_of_a_wait_is_said_once_it_is_over(has_failed: bool, capfd: pyte
     waiting.wait(0.5)
     assert not waited(capfd, "on after")
     waiting.wait(2)
-    assert len(waited(capfd, "ranks 1, 2 go on after 1 s in barrier at train.py:8")) == (not has_failed)
+    assert len(waited(capfd, "ranks 1, 2 go on after 1 s")) == (not has_failed)
 
 
 def test_no_wait_is_said(capfd: pytest.CaptureFixture[str]) -> None:
@@ -448,97 +448,105 @@ def test_no_wait_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     assert not waited(capfd, "")
 
 
-def test_time_in_which_a_process_is_stopped_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two looks a second counts at most, so that a job that was stopped as a whole has not waited."""
+def test_where_a_thread_waits() -> None:
+    """In a wait that says so it stands though its line changes; elsewhere it does not, and may wait at most."""
+    clock, activity = FastClock(), Activity(None)
+    thread = MainThread(activity, clock)
+
+    def look() -> float:
+        clock.sleep(0.5)
+        thread.look()
+        return thread.stood
+
+    assert [look(), look(), look()] == [0.0, 0.0, 0.0]
+    assert thread.wait() is None
+    thread.on_accelerator = True
+    assert thread.wait() == (0.0, "perhaps", ())
+    with activity.waiting("work", (2,)):
+        assert [look(), look(), look()] == [0.0, 0.5, 1.0]
+        assert thread.wait() == (1.0, "work", (2,))
+        assert thread.still == 0.0
+        with activity.waiting("exchange"):
+            assert [look(), look()] == [0.0, 0.5]
+            assert thread.still == 0.5
+    assert look() == 0.0
+
+
+def test_where_a_process_computes_it_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can know what another call does, but that it computes; on an accelerator it may spin as it waits."""
     clock, frame = FastClock(), sys._getframe()
     monkeypatch.setattr(stacks, "frame_of", lambda: frame)
-    monkeypatch.setattr(waits_module, "frames_from", lambda frame: [])
-    thread = MainThread(lambda: 0, lambda: -1, clock)
-    thread.look()
-    for pause in (0.25, 0.25, 2.5):
-        clock.sleep(pause)
-        assert not thread.look()
-    assert thread.stood == 1.5
+    thread = MainThread(Activity(None), clock)
+    for computed, on_accelerator, stood in ((0, False, 0.0), (0, False, 0.5), (0.4, False, 0.0), (0.4, True, 0.5)):
+        thread.on_accelerator = on_accelerator
+        clock.sleep(0.5)
+        clock.computed += computed
+        thread.look()
+        assert thread.stood == stood, (computed, on_accelerator)
 
 
 # Words
 
 
 def there(
-    what: str, where: str, seconds: float = 0.0, kind: str = "exchange", begun: int = 0, worker: int = -1
+    what: str, where: str, seconds: float = 0.0, kind: Kind = "exchange", begun: int = 0, peers: tuple[int, ...] = ()
 ) -> Location:
-    wait = Wait(seconds, kind, worker) if seconds else None  # type: ignore[arg-type]
-    return Location(what, where, wait=wait, begun=begun)
+    return Location(what, where, wait=Wait(seconds, kind, peers) if seconds else None, begun=begun)
 
 
 def told(rank: int, *where: Location | str) -> str:
     notice = notice_of(rank, dict(enumerate(where)), 30, 600)
-    return "" if notice is None else notice.text
+    return "" if notice is None else notice.text.splitlines()[0]
 
 
-def test_only_ranks_of_one_place_go_on_together() -> None:
-    """Who waits elsewhere, as for another group of ranks, may wait on, and is not told to go on."""
+def test_the_places_of_all_ranks_come_with_it() -> None:
+    """They are told as in a hang report, and only ranks of one place go on together."""
     busy = Location("train", "a.py:1", begun=1)
     notice = notice_of(1, {0: busy, 1: there("barrier", "a.py:5", 31), 2: there("barrier", "a.py:9", 31)}, 30, 600)
     assert notice is not None
-    assert notice.text.startswith("rank 1 has waited 31 s in barrier at a.py:5, and rank 2 in barrier at a.py:9, for ")
-    assert (notice.who, notice.where) == ("rank 1 goes", "in barrier at a.py:5")
+    assert notice.text.splitlines() == [
+        "ranks 1, 2 have waited 31 s for rank 0 (up to 600 s):",
+        "  rank 0 in train at a.py:1",
+        "  rank 1 in barrier at a.py:5",
+        "  rank 2 in barrier at a.py:9",
+    ]
+    assert notice.over == "rank 1 goes"
 
 
 def test_ranks_in_different_exchanges_wait_for_each_other() -> None:
     """Where all wait, and not at one place, they are told to wait for each other; all at one place are not told."""
     backward, barrier = there("backward", "a.py:1", 31), there("barrier", "a.py:9", 40)
-    assert told(0, backward, barrier, backward) == (
-        "ranks 0, 2 have waited 31 s in backward at a.py:1, and rank 1 in barrier at a.py:9, for each other. They wait "
-        "up to 600 s."
-    )
+    assert told(0, backward, barrier, backward) == "ranks 0-2 have waited 31 s for each other (up to 600 s):"
     assert told(0, backward, backward) == ""
     assert told(0, backward, there("barrier", "a.py:9", 3)) == ""
 
 
 def test_who_is_behind_is_waited_for() -> None:
     """Of ranks that do not wait those are named that have begun fewer collectives, or all where that does not show."""
-    backward = there("backward", "a.py:1", 31, begun=8)
-    assert "for rank 2, which is in evaluate at a.py:7." in told(
-        0, backward, there("log", "a.py:5", begun=8), there("evaluate", "a.py:7", begun=7)
-    )
-    assert "for rank 1, which is in log at a.py:5, and rank 2, which is in evaluate at a.py:7." in told(
-        0, backward, there("log", "a.py:5", begun=8), there("evaluate", "a.py:7", begun=8)
-    )
-
-
-def test_a_rank_that_does_not_answer_is_waited_for() -> None:
-    """It is told in the words by which it is known."""
-    assert told(0, there("barrier", "a.py:1", 31), "does not answer: it is gone") == (
-        "rank 0 has waited 31 s in barrier at a.py:1 for rank 1, which does not answer: it is gone. "
-        "It waits up to 600 s."
-    )
+    backward, log = there("backward", "a.py:1", 31, begun=8), Location("log", "a.py:5", begun=8)
+    assert " for rank 2 (" in told(0, backward, log, Location("evaluate", "a.py:7", begun=7))
+    assert " for ranks 1, 2 (" in told(0, backward, log, Location("evaluate", "a.py:7", begun=8))
+    assert " for rank 1 (" in told(0, backward, "does not answer: it is gone")
 
 
 def test_who_has_a_part_in_the_exchange_is_waited_for() -> None:
     """Others are named only where those with a part in it all wait themselves, so that nobody knows."""
     busy, late = Location("log", "a.py:5"), Location("evaluate", "a.py:7")
-    waits = Location("recv", "a.py:1", wait=Wait(31, "exchange", ranks=(2,)))
-    assert "in recv at a.py:1 for rank 2, which is in evaluate at a.py:7." in told(0, waits, busy, late)
-    assert "for rank 1, which is in log at a.py:5." in told(0, waits, busy, there("barrier", "a.py:9", 31))
+    waits = there("recv", "a.py:1", 31, peers=(2,))
+    assert " for rank 2 (up to 600 s)" in told(0, waits, busy, late)
+    assert " for rank 1 (up to 600 s)" in told(0, waits, busy, there("barrier", "a.py:9", 31))
+    work = there("save", "a.py:1", 31, "work", peers=(2,))
+    assert " for rank 2 (as long as that takes)" in told(0, work, busy, late)
 
 
-def test_a_call_on_an_accelerator_may_be_a_wait() -> None:
+def test_a_call_of_which_nobody_knows_may_be_a_wait() -> None:
     """It is one where another rank has begun fewer collectives."""
     item = there("step", "a.py:3", 31, "perhaps", begun=8)
-    assert "rank 0 has waited 31 s in step at a.py:3 for rank 1, which is in evaluate at a.py:7." in told(
-        0, item, there("evaluate", "a.py:7", begun=7)
-    )
-    assert told(0, item, there("evaluate", "a.py:7", begun=8)) == ""
+    assert "rank 0 has waited 31 s for rank 1 (" in told(0, item, Location("evaluate", "a.py:7", begun=7))
+    assert told(0, item, Location("evaluate", "a.py:7", begun=8)) == ""
 
 
-def test_ranks_at_many_places() -> None:
-    """No more than three places are named, and ranks at one place together."""
-    line = told(
-        0,
-        there("barrier", "a.py:1", 31, begun=1),
-        *[there("load", f"a.py:{number}") for number in (5, 5, 6, 7, 8)],
-        "does not answer: it is gone",
-    )
-    assert "for ranks 1, 2, which are in load at a.py:5, and rank 3, which" in line
-    assert line.endswith("and rank 4, which is in load at a.py:7, and 2 more. It waits up to 600 s.")
+def test_a_debugger_is_no_wait() -> None:
+    """A person is at work there, and knows that others wait."""
+    waits = there("barrier", "a.py:9", 31)
+    assert told(0, waits, there("main", "a.py:7", 1, "debugger")) == ""

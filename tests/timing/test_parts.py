@@ -391,4 +391,4 @@ def test_what_a_loader_is_set_to() -> None:
     workers: Dataset[Any] = TensorDataset(torch.randn(4 * STEPS, 8))
     with dw.report() as found:
         train(net(), dw.shard_loader(DataLoader(workers, batch_size=4, num_workers=1)))
-    assert found.figures["ranks"][0]["settings"]["workers"] == 1
+    assert found.figures["ranks"][0]["workers"] == 1

@@ -19,9 +19,9 @@ from distwrap.errors import WorkerError
 from distwrap.group.world import current_world
 from distwrap.network import memory_file
 from distwrap.network.waiting import wait_until
-from distwrap.supervision.board import BOARD, Board
 from distwrap.supervision.locations import LEFT
 from distwrap.supervision.runs import NAME, Run, Shown, runs
+from distwrap.supervision.shared_status import BOARD, SharedStatus
 from distwrap.testing import run_ranks
 from tests.slow import INTERPRETERS, nightly
 
@@ -102,7 +102,7 @@ def test_boards_of_others(whose: str) -> None:
     if whose == "another user's" and os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     fd = memory_file.make(f"{BOARD}-test")
-    board = Board(fd, 1, texts=True)
+    board = SharedStatus(fd, 1, texts=True)
     board.write(0, {NAME: {"rank": 0, "host": "here"} if whose == "another version's" else asdict(SHOWN)})
     if whose == "another user's":
         os.fchown(fd, 12345, -1)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from distwrap._internals.torch_groups import collectives_begun
+from distwrap._internals.torch import collectives_begun
 from distwrap.errors import ModelError
 from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.world import RunPart, World, say_once

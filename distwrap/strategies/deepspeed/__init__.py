@@ -11,7 +11,7 @@ __all__ = ["DeepSpeedStrategy", *_NATIVE]
 
 def __getattr__(name: str) -> Any:
     if name in _NATIVE:
-        from distwrap.strategies.deepspeed import native
+        from distwrap.strategies.deepspeed import model
 
-        return getattr(native, name)
+        return getattr(model, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.deepspeed import forget_group, without_compiler
+from distwrap._internals.packages import forget_group, without_compiler
 from distwrap._internals.torch import mark_steps_as_watched, version_of, with_step_hooks
 from distwrap.environments.variables import variables_set
 from distwrap.errors import ModelError
@@ -30,7 +30,6 @@ from distwrap.model.checks.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.deepspeed.state import full_optimizer_state, load_optimizer_state
 from distwrap.strategies.optimizer_scope import refuse_scope
-from distwrap.strategies.optimizer_share import refuse_whole
 
 
 class ModelEngine:
@@ -59,7 +58,6 @@ class ModelEngine:
     def __init__(
         self, net: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: World, *, verbose: bool
     ) -> None:
-        refuse_whole(optimizer, in_pieces=True)
         refuse_scope(optimizer, ("element",))
         zero = config["zero_optimization"]
         self.net, self.user, self.rank, self.stage = net, optimizer, world.placement.rank, int(zero["stage"])

@@ -30,7 +30,7 @@ from distwrap.strategies.deepspeed import config as configuration
 from distwrap.strategies.deepspeed.engine import Engines, ModelEngine, quiet
 from distwrap.strategies.deepspeed.model import EngineModel, EngineRouting
 from distwrap.strategies.deepspeed.state import full_optimizer_state, full_weights, load_weights
-from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.optimizer_scope import refuse_sparse
 from distwrap.strategies.single import local, on_device
 
 _PRECISIONS = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,6 +79,7 @@ class DeepSpeedStrategy(Strategy):
     steps_parameters = True
     places_model = True
     is_simulated = False
+    exchanges = "its engine exchanges by itself"
 
     def __init__(
         self,
@@ -121,8 +122,7 @@ class DeepSpeedStrategy(Strategy):
 
     def check(self, run: Options) -> None:
         require_package("deepspeed", "strategy='deepspeed'", "strategy='zero1' or 'fsdp', which need no extra package")
-        if run.comm is not None:
-            raise OptionError("comm= does not go with strategy='deepspeed', which exchanges by itself. Leave it out.")
+        super().check(run)
         if run.precision not in _PRECISIONS:
             raise OptionError(
                 f"strategy='deepspeed' has the precisions '32', 'bf16' and 'fp16', but not {run.precision!r}: "
@@ -135,10 +135,7 @@ class DeepSpeedStrategy(Strategy):
         return super().setup(world)
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
-        for name in wrapping.options:
-            raise OptionError(
-                f"wrap_model({name}=…): strategy='deepspeed' takes its options in DeepSpeedStrategy(config=…)."
-            )
+        self.refuse_options(wrapping)
         net = unwrap_model(on_device(model, wrapping.device))
         if world.placement.world_size == 1:
             return local(model, wrapping)
@@ -258,7 +255,7 @@ class DeepSpeedStrategy(Strategy):
         else:
             engine.optimizer.load_state_dict(state)
 
-    def give_back(
+    def restore_original(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         engine = _engine_of(prepared)
@@ -267,7 +264,7 @@ class DeepSpeedStrategy(Strategy):
             current_world().part(Engines).remove(engine)
             engine.make_whole()
             engine.user.load_state_dict(whole)
-        super().give_back(original, prepared, state)
+        super().restore_original(original, prepared, state)
 
     def _engine_config(self, precision: str) -> dict[str, Any]:
         return configuration.engine_config(

@@ -27,8 +27,8 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model.checks.in_sync import is_power_of_two
 from distwrap.model.wrapped_models import parameters_of
-from distwrap.strategies.adoption import Adoption
 from distwrap.strategies.divided_tensors import refuse_gradient_hooks
+from distwrap.strategies.parameter_swap import OptimizerSync
 from distwrap.strategies.windows import Windows
 from distwrap.wording import first_names
 
@@ -52,11 +52,11 @@ class Gathered:
         self._groups, self._own = list[Any](), set[int]()
         self._forwards = self._steps = 0
 
-    def divided(self, adoption: Adoption) -> None:
+    def divided(self, sync: OptimizerSync) -> None:
         """Note that the model is divided, and check each step of its optimizers from now on."""
         self._groups, self._own = fsdp_groups(self._net), set(map(id, self._net.parameters()))
         refuse_gradient_hooks(param.sharded_param for group in self._groups for param in group.fsdp_params)
-        adoption.models.add(self)
+        sync.models.add(self)
 
     def begin(self) -> None:
         """Count a forward that begins."""

@@ -16,47 +16,26 @@ from distwrap.devices.cpus import return_freed_memory
 from distwrap.devices.transfer import move
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.setup import require_group
-from distwrap.group.world import Layout, RunPart, World, current_world, say_once
+from distwrap.group.world import Layout, World, current_world, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.empty import drawn_seed, fill
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
-from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping, take_rank_zero_weights
-from distwrap.strategies.divided_tensors import DividedTensors
+from distwrap.strategies.divided_tensors import DividedTensors, NamedInputs
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.plan_check import PlanCheck
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
-from distwrap.strategies.meshes import mesh_over
-from distwrap.strategies.named_inputs import NamedInputs
-from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.optimizer_scope import refuse_sparse
+from distwrap.strategies.parameter_swap import OptimizerSync, ParameterSwap
+from distwrap.strategies.shards import Meshes, mesh_over
 from distwrap.versions import FSDP_ON_CPU_SINCE, require_torch
 
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.strategy import FSDPStrategy
-
-_SMALL = 10_000  # numbers a rank and unit; with fewer, gathering is not worth its time
-
-
-class Meshes(RunPart):
-    """Meshes of the ranks of one run."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._made: dict[int, DeviceMesh] = {}
-
-    def over(self, ranks: int) -> DeviceMesh:
-        """Return the mesh that divides a model over so many ranks; every rank calls it."""
-        if ranks not in self._made:
-            size = self._world.placement.world_size
-            if ranks == size:
-                self._made[ranks] = mesh_over(self._world, (size,), ("shard",))
-            else:
-                self._made[ranks] = mesh_over(self._world, (size // ranks, ranks), ("copy", "shard"))
-        return self._made[ranks]
 
 
 def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPStrategy) -> nn.Module:
@@ -92,8 +71,12 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
             PlanCheck(net, tensor_parallel)
         said = f"tensor_parallel={tensor_mesh.size()}:\n{tensor_parallel!r}"
         say_once("in groups", said)
-    elif mesh is not None:
-        _say_what_is_small(net, units, mesh)
+    elif mesh is not None and not units:
+        say_once(
+            "one unit",
+            f"strategy='fsdp': {type(net).__name__} has no list of identical blocks, so the whole model is "
+            "gathered at once. Name the classes that should be gathered one by one: FSDPStrategy(wrap=['Block']).",
+        )
     stop_recomputing = None
     if strategy.checkpointing:  # after the division, as a check computes copies of blocks
         inside = None if tensor_parallel is None else tensor_parallel.math.computing
@@ -103,26 +86,26 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         _shard(net, units, mesh, wrapping, strategy, gathered.after_forward)
     if is_empty:
         fill(net, torch.device("cpu") if strategy.cpu_offload else wrapping.device, drawn_seed(), shards.fill)
-    replacement = Replacement(parameters, net)
-    gathered.divided(world.part(Adoption))
+    swap = ParameterSwap(parameters, net)
+    gathered.divided(world.part(OptimizerSync))
     world.part(DividedTensors)
     name = str(world.count("model"))
     buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
     routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers, gathered)
 
-    def give_back(state: dict[str, torch.Tensor]) -> None:
-        world.part(Adoption).models.discard(gathered)
+    def restore_original(state: dict[str, torch.Tensor]) -> None:
+        world.part(OptimizerSync).models.discard(gathered)
         if stop_recomputing is not None:
             stop_recomputing()
         if tensor_parallel is not None:
             tensor_parallel.undo()
         before.restore()
-        replacement.undo(state)
+        swap.undo(state)
 
     world.part(NamedInputs).models.add(routing)
     if tensor_parallel is not None and tensor_mesh is not None:
         routing.cut(tensor_parallel, tensor_mesh.get_group(), is_divided=mesh is not None)
-    return DividedModel(routing, tensor_parallel=routing.tensor_parallel, restore_original=give_back)
+    return DividedModel(routing, tensor_parallel=routing.tensor_parallel, restore_original=restore_original)
 
 
 def _ranks(shard: int | str | None, world: World) -> int:
@@ -260,21 +243,3 @@ def _refuse(net: nn.Module) -> None:
                 f"the parameter {name!r} has a gradient hook, which would be lost, since FSDP replaces the "
                 "parameters. Register it after wrap_model(), with register_post_accumulate_grad_hook()."
             )
-
-
-def _say_what_is_small(net: nn.Module, units: list[nn.Module], mesh: DeviceMesh) -> None:
-    numbers = sum(parameter.numel() for parameter in net.parameters())
-    ranks = mesh.size(mesh.ndim - 1)
-    if numbers / max(1, len(units)) / ranks < _SMALL:
-        say_once(
-            "small shards",
-            f"strategy='fsdp': {type(net).__name__} has {numbers:,} parameters in {len(units) or 1} units, so "
-            f"that each of the {ranks} ranks holds only a few thousand numbers of each: the memory saved is "
-            "not worth the exchange. Use strategy='ddp' if the model fits on one device.",
-        )
-    elif not units:
-        say_once(
-            "one unit",
-            f"strategy='fsdp': {type(net).__name__} has no list of identical blocks, so the whole model is "
-            "gathered at once. Name the classes that should be gathered one by one: FSDPStrategy(wrap=['Block']).",
-        )

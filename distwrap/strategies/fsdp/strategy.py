@@ -6,7 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,11 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap._internals.torch_sharding import accumulated_gradients
-from distwrap.checks import refuses_removed
 from distwrap.errors import OptionError
 from distwrap.former_names import REMOVED
 from distwrap.group.world import Layout, World, current_world
-from distwrap.model.checks.in_sync import ComparedTensor
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import handle_of, routing_of, unbind
 from distwrap.options import Options
@@ -68,8 +66,8 @@ class FSDPStrategy(Strategy):
     shards = True
     steps_parameters = True
     places_model = True
+    exchanges = "the gradients of each unit go to the ranks that hold its shares"
 
-    @refuses_removed
     def __init__(
         self,
         *,
@@ -106,11 +104,7 @@ class FSDPStrategy(Strategy):
 
     def check(self, run: Options) -> None:
         self._check_torch()
-        if run.comm is not None:
-            raise OptionError(
-                "comm= works with strategies whose ranks hold the whole model; under fsdp the gradients of "
-                "each unit go to the ranks that hold its shares. Leave comm out, or use strategy='ddp'."
-            )
+        super().check(run)
 
     def _check_torch(self) -> None:
         if self.tensor_parallel is not None:
@@ -170,38 +164,16 @@ class FSDPStrategy(Strategy):
 
     # State
 
-    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
-        from distwrap.strategies import shards
+    def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
+        return {}  # each tensor is a shard, or on all ranks
 
-        return shards.held(unwrap_model(model))
-
-    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        from distwrap.strategies import shards
-
-        return shards.full_state(thing, everywhere=everywhere)
-
-    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        from distwrap.strategies import shards
-
-        shards.load_full_state(thing, state)
-
-    def give_back(
+    def restore_original(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         # Optimizers do not have it, nor do models in one process.
         handle = handle_of(prepared)
         if handle is None or handle.restore_original is None:
-            super().give_back(original, prepared, state)
+            super().restore_original(original, prepared, state)
         else:
             handle.restore_original(state)
             unbind(prepared)  # type: ignore[arg-type]
-
-    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        from distwrap.strategies import shards
-
-        return shards.parts(thing)
-
-    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        from distwrap.strategies import shards
-
-        return shards.empty_shards(thing, state)

@@ -15,20 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import mark_steps_as_watched
 from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveError, LaunchError, ModelError
 from distwrap.group.collectives import broadcast, gather_object
-from distwrap.group.optimizer_steps import OptimizerSteps, Phase
-from distwrap.group.world import RunPart, World, is_first_time, say
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
-from distwrap.strategies.hivemind.daemons import forking
-from distwrap.strategies.hivemind.peers import Peers
-from distwrap.strategies.hivemind.together import bring_together
-from distwrap.strategies.optimizer_share import refuse_whole
+from distwrap.group.world import World, is_first_time, say
+from distwrap.model.wrapped_models import WrappedModels, parameters_of
+from distwrap.strategies.hivemind.peers import Peers, forking
+from distwrap.strategies.optimizer_scope import refuse_whole
 from distwrap.strategies.windows import Windows
 from distwrap.wording import first_line, named_ranks
 
@@ -453,59 +449,3 @@ class PeerSteps:
             square += float(wide.square().sum())
             mixed += float((wide[::2].sum() - wide[1::3].sum()) / max(1, wide.numel()) ** 0.5) / (number + 1)
         return float(square**0.5), mixed
-
-
-class Collaborations(RunPart):
-    """Optimizers of one run that step with peers."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._all: list[Any] = []
-        world.part(OptimizerSteps).listen(Phase.REFUSE, self._refuse_alone)
-
-    def made(self, optimizer: Optimizer, options: Any) -> Any:
-        """Return hivemind's optimizer around the user's; every rank calls it, and later calls return the same one."""
-        for each in self._all:
-            if optimizer is each or optimizer is each.user:
-                return each
-        self._world.part(Peers).start(options)
-        import hivemind
-
-        kind = type("PeerOptimizer", (PeerSteps, hivemind.Optimizer), {})
-        self._all.append(kind(optimizer, self._world, options, self._world.count("hivemind optimizer")))
-        return self._all[-1]
-
-    def consolidate(self, net: nn.Module) -> None:
-        """Give every rank the newest weights of a model."""
-        own = set(map(id, net.parameters()))
-        for each in self._all:
-            if not own.isdisjoint(map(id, each.parameters)):
-                bring_together(each, self._world, take=True)
-
-    def conclude(self) -> None:
-        for each in self._all:
-            if not each.is_over:
-                bring_together(each, self._world, take=False)
-        self.close()
-        self._world.part(Peers).close()
-
-    def settle(self) -> None:
-        self.conclude()  # needed if none of distwrap's launchers runs the function
-
-    def close(self) -> None:
-        for each in reversed(self._all):
-            each.close()
-        self._all.clear()
-
-    def _refuse_alone(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = next((each for each in self._all if each.user is optimizer), None)
-        if found is not None and (found.users.in_step or found.is_over):
-            return
-        strategy = bound_strategy(optimizer)
-        of_model = strategy is not None and not strategy.same_weights
-        if found is not None or (of_model and self._world.part(WrappedModels).of_optimizer(optimizer)):
-            raise ModelError(
-                f"{self._world.part(Peers).here}: this step of {type(optimizer).__name__} would not be averaged with "
-                "its peers. Call optimizer = wrap_optimizer(optimizer) before the first step, on every rank, and step "
-                "what it returns."
-            )

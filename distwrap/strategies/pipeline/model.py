@@ -6,9 +6,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,40 +24,18 @@ from distwrap.model.forward_routing import Routing, put_back_forward
 from distwrap.model.wrapped_models import UncopiedModel
 from distwrap.precision import LossScaling
 from distwrap.strategies.base import Wrapping
-from distwrap.strategies.named_inputs import NamedInputs
-from distwrap.strategies.pipeline.blocks import BlockList
+from distwrap.strategies.divided_tensors import NamedInputs
 from distwrap.strategies.pipeline.gradients import Gradients, apart, is_of_pass, linked
 from distwrap.strategies.pipeline.passes import PassContext, SchedulePass, StageError, WholePass
-from distwrap.strategies.pipeline.placement import Placement, StageGroup
+from distwrap.strategies.pipeline.placement import BlockList, Placement, StageGroup
 from distwrap.strategies.pipeline.remote import RemoteTensor, is_here, make_present, refuse_copy
-from distwrap.strategies.pipeline.runner import Method, StageRunner
-from distwrap.strategies.pipeline.streams import Streams
+from distwrap.strategies.pipeline.runner import Method, StageRunner, Streams
 from distwrap.strategies.rendezvous import Rendezvous, SameBatch
 
+if TYPE_CHECKING:
+    from distwrap.strategies.pipeline.strategy import PipelineStrategy
+
 _KEPT = 64  # shapes whose schedules are kept
-
-
-@dataclass(frozen=True)
-class PassSettings:
-    """What the user has said of the passes of a model.
-
-    Attributes:
-        schedule: the name of torch's schedule.
-        microbatches: the most microbatches.
-        is_given: whether the user has given that number.
-        loss: the name of the method that returns the loss; ``None``: the loop computes it.
-        reduction: whether it is the mean or the sum over a batch.
-        weight: returns how much counts in the target, the last tensor among the method's arguments.
-        checks: whether the loss of each batch is compared with that of its microbatches.
-    """
-
-    schedule: str
-    microbatches: int
-    is_given: bool
-    loss: str | None
-    reduction: str
-    weight: Callable[[Any], Any] | None
-    checks: bool
 
 
 class PipelineRouting(Routing):
@@ -71,7 +48,8 @@ class PipelineRouting(Routing):
         group: this rank's place in the pipeline.
         world: the world of the run.
         wrapping: precision, device and methods.
-        settings: what the user has said of the passes.
+        strategy: what the user has said of the passes.
+        loss: the name of the method that returns the loss; ``None``: the loop computes it.
 
     Attributes:
         alignment: the forwards of the model.
@@ -86,10 +64,12 @@ class PipelineRouting(Routing):
         group: StageGroup,
         world: World,
         wrapping: Wrapping,
-        settings: PassSettings,
+        strategy: PipelineStrategy,
+        loss: str | None,
     ) -> None:
         super().__init__(net, wrapping.in_precision, wrapping.forward_methods)
-        self.group, self.placement, self.world, self.settings = group, placement, world, settings
+        self.group, self.placement, self.world = group, placement, world
+        self._strategy, self._loss = strategy, loss
         self._whole_methods = self._forward_methods or frozenset()
         self._forward_methods = None  # so that each method is looked at
         streams = Streams(group.device)
@@ -123,13 +103,13 @@ class PipelineRouting(Routing):
             if self._runner.is_running:
                 return method(*args, **kwargs)
             args, kwargs = self._moved((args, kwargs), "left")
-            if name == self.settings.loss or name in self._whole_methods:
+            if name == self._loss or name in self._whole_methods:
                 return self._through_stages(name, method, args, kwargs)
             return method(*args, **kwargs)
 
         return _uncompiled(run)
 
-    def give_back(self, state: dict[str, Any]) -> None:
+    def restore_original(self, state: dict[str, Any]) -> None:
         """Restore the user's module with a full state."""
         self._runner.release()
         put_back_forward(self.model, self._own_forward)
@@ -158,7 +138,7 @@ class PipelineRouting(Routing):
         self._alike.check(name, given)
         if torch.is_grad_enabled() and self.buffers is not None:
             self.buffers.count_forward()
-        if trains and name == self.settings.loss:
+        if trains and name == self._loss:
             result = self._scheduled(name, method, given)
         else:
             if trains:
@@ -186,9 +166,10 @@ class PipelineRouting(Routing):
 
     def _scheduled(self, name: str, method: Method, given: Any) -> Any:
         """Run a method that returns the loss on microbatches; its gradients are kept until the backward."""
-        settings, batch = self.settings, _batch_size(given)
-        count = next(n for n in range(max(1, min(settings.microbatches, batch)), 0, -1) if batch % n == 0)
-        if count > 1 and not settings.is_given:
+        strategy, batch = self._strategy, _batch_size(given)
+        most = strategy.microbatches or 2 * len(self.group.ranks)
+        count = next(n for n in range(max(1, min(most, batch)), 0, -1) if batch % n == 0)
+        if count > 1 and strategy.microbatches is None:
             self._refuse_mixing()
         parts = [_part(given, batch, number, batch // count) for number in range(count)] if count > 1 else [given]
         factors = self._factors(method, parts)
@@ -198,8 +179,8 @@ class PipelineRouting(Routing):
                 outputs = self._runner.shapes(method, parts[0])
             if len(self._passes) >= _KEPT:
                 del self._passes[next(iter(self._passes))]
-            self._passes[key] = SchedulePass(settings.schedule, self._context, outputs, count)
-        whole = map_tensors(torch.clone, given) if settings.checks else None
+            self._passes[key] = SchedulePass(strategy.schedule, self._context, outputs, count)
+        whole = map_tensors(torch.clone, given) if strategy.checks else None
         scale = self._scale()
         with self._in_step(name), apart(self.placement.trained()) as found:
             total = self._passes[key].run(method, parts, factors, scale, whole)
@@ -207,9 +188,9 @@ class PipelineRouting(Routing):
 
     def _factors(self, method: Method, parts: list[Any]) -> list[float]:
         """Return the weight of each microbatch's loss in that of the batch."""
-        if self.settings.reduction == "sum":
+        if self._strategy.reduction == "sum":
             return [1.0] * len(parts)
-        weight, weights = self.settings.weight, [1.0] * len(parts)
+        weight, weights = self._strategy.weight, [1.0] * len(parts)
         if weight is not None:
             found = [weight(_target(method, args, kwargs)) for args, kwargs in parts]
             try:

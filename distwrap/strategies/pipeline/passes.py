@@ -34,8 +34,7 @@ from distwrap.seeding import mix
 from distwrap.strategies.pipeline.gradients import backward_of, linked
 from distwrap.strategies.pipeline.placement import Placement, StageGroup
 from distwrap.strategies.pipeline.remote import NESTED
-from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward
-from distwrap.strategies.pipeline.streams import Streams
+from distwrap.strategies.pipeline.runner import Method, StageRunner, StopForward, Streams
 from distwrap.wording import named_ranks
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -96,7 +95,8 @@ class PassContext(NamedTuple):
             raise StageError(
                 CollectiveError(
                     f"rank {dist.get_rank()}: {failing} of this pipeline raised in a forward, which no stage has "
-                    f"finished, so there is no result here either. The error there: {''.join(filter(None, told))}"
+                    f"finished, so there is no result here either. The error there: {''.join(filter(None, told))}",
+                    secondary=True,
                 )
             )
         outside, rest = rest[:gaps], rest[gaps:]

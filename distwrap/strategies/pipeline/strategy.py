@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal
 from weakref import WeakSet
@@ -18,21 +18,18 @@ from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import Layout, RunPart, World, current_world
-from distwrap.model.checks.in_sync import ComparedTensor, left_to_ranks
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of, strategy_of
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping, take_rank_zero_weights
-from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.optimizer_scope import refuse_scope
-from distwrap.strategies.pipeline.blocks import find_blocks
-from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
-from distwrap.strategies.pipeline.placement import Placement, StageGroup
+from distwrap.strategies.pipeline.model import PipelineModel, PipelineRouting
+from distwrap.strategies.pipeline.placement import Placement, StageGroup, find_blocks
 from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
-from distwrap.strategies.pipeline.state import States
+from distwrap.strategies.shards import mesh_over
 from distwrap.strategies.single import local
 from distwrap.versions import PIPELINE_SINCE, require_torch
-from distwrap.wording import named_ranks, unknown_name
+from distwrap.wording import unknown_name
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _REDUCTIONS = ("mean", "sum")
@@ -77,6 +74,7 @@ class PipelineStrategy(Strategy):
 
     shards = True
     steps_parameters = True
+    exchanges = "the stages send gradients to each other"
 
     def __init__(
         self,
@@ -121,8 +119,7 @@ class PipelineStrategy(Strategy):
     def check(self, run: Options) -> None:
         why = "torch's schedules do not wait for all that stages exchange"
         require_torch("strategy='pipeline'", PIPELINE_SINCE, why, "strategy='zero1'")
-        if run.comm is not None:
-            raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
+        super().check(run)
 
     def setup(self, world: World) -> Layout | None:
         size = world.placement.world_size
@@ -144,13 +141,7 @@ class PipelineStrategy(Strategy):
             raise ModelError(unknown_name(f"method of {type(net).__name__} in loss=", name, ["forward", *methods]))
         if world.placement.world_size == 1:
             return local(model, wrapping)
-        if wrapping.comm is not None:
-            raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
-        for option in wrapping.options:
-            raise OptionError(
-                f"wrap_model() got {option!r}, and strategy='pipeline' takes no options there: give its own to "
-                f"PipelineStrategy(...)."
-            )
+        self.refuse_options(wrapping)
         if self._mesh is None:
             raise OptionError(
                 "strategy='pipeline' arranges the ranks when the run begins: give it to @distributed(strategy=...), or "
@@ -163,10 +154,8 @@ class PipelineStrategy(Strategy):
         blocks = find_blocks(net, stages, self.split)
         take_rank_zero_weights(net)
         placement = Placement(net, blocks, group, self.everywhere)
-        most, is_given = self.microbatches or 2 * len(ranks), self.microbatches is not None
-        settings = PassSettings(self.schedule, most, is_given, name, self.reduction, self.weight, self.checks)
         world.part(StageOptimizers)
-        return PipelineModel(PipelineRouting(model, blocks, placement, group, world, wrapping, settings))
+        return PipelineModel(PipelineRouting(model, blocks, placement, group, world, wrapping, self, name))
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         if not all(map(is_here, parameters_of(optimizer).values())):
@@ -179,16 +168,13 @@ class PipelineStrategy(Strategy):
     def clip(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         everything = list(parameters)
         given = [parameter for parameter in everything if is_here(parameter) and parameter.grad is not None]
-        divided: set[int] = set()
-        counted: set[int] = set()
-        group = None
-        for routing in _routings(optimizer):
-            divided |= set(map(id, routing.model.parameters()))
-            counted |= routing.placement.counted_here()
-            group = routing.group.group
-        if group is None or dist.get_rank(group) == 0:  # tensors outside of pipelines are equal on all ranks of one
-            counted |= set(map(id, given)) - divided
-        grads = [parameter.grad for parameter in given if id(parameter) in counted and parameter.grad is not None]
+        placements = [routing.placement for routing in _routings(optimizer)]
+        group = placements[0].group.group if placements else None
+        # Each is counted by the first place that holds it; what is outside of pipelines is alike in all places.
+        first = {key: place for each in placements for key, place in each.first_places().items()}
+        own = 0 if group is None else dist.get_rank(group)
+        counted = [parameter.grad for parameter in given if first.get(id(parameter), 0) == own]
+        grads = [grad for grad in counted if grad is not None]
         place = current_world().device
         square = torch.zeros((), dtype=widest(place), device=place)
         if grads:
@@ -199,54 +185,22 @@ class PipelineStrategy(Strategy):
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 
-    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
-        routing: PipelineRouting = routing_of(model)
-        own, size = left_to_ranks(model), len(routing.group.ranks)
-        for name, tensor in routing.placement.tensors().items():
-            if name not in own and is_here(tensor):
-                places = sorted(routing.placement.ranks[name])
-                where = f"{places[0]}: {named_ranks(places)} of a pipeline"
-                yield ComparedTensor(name, "" if len(places) == size else where, tensor)
+    def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
+        found = [routing.placement.holders() for routing in _routings(thing)]
+        return {key: ranks for each in found for key, ranks in each.items()} if found else None
 
-    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        states = _states(thing)
-        if states is None:
-            return super().state(thing, everywhere=everywhere)
-        if isinstance(thing, nn.Module):
-            return states.of_model(everywhere=everywhere)
-        return states.of_optimizer(thing, everywhere=everywhere)
-
-    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        states = _states(thing)
-        if states is None:
-            super().load_state(thing, state)
-        elif isinstance(thing, nn.Module):
-            states.load_model(state)
-        else:
-            states.load_optimizer(thing, state)
-
-    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        states = _states(thing)
-        return None if states is None else states.needed(thing, state)
-
-    def give_back(
+    def restore_original(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
         if isinstance(prepared, Optimizer) or not isinstance(routing_of(prepared), PipelineRouting):
-            super().give_back(original, prepared, state)
+            super().restore_original(original, prepared, state)
             return
         models = current_world().part(WrappedModels)
         own = [each for each in models.optimizers_of_all_ranks() if prepared in models.of_optimizer(each)]
         states = [self.state(optimizer, everywhere=True) for optimizer in own]
-        routing_of(prepared).give_back(state)
+        routing_of(prepared).restore_original(state)
         for optimizer, whole in zip(own, states, strict=True):
             optimizer.load_state_dict(whole)
-
-    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        states = _states(thing)
-        if states is None:
-            return None
-        return states.parts_of_model() if isinstance(thing, nn.Module) else states.parts_of_optimizer(thing)
 
 
 class StageOptimizers(RunPart):
@@ -313,9 +267,3 @@ def _routings(thing: nn.Module | Optimizer) -> list[PipelineRouting]:
                     "Keep what wrap_model() has returned as long as the optimizer is in use."
                 )
     return routings
-
-
-def _states(thing: nn.Module | Optimizer) -> States | None:
-    routings = _routings(thing)
-    models = [(each.model, each.placement) for each in routings]
-    return States(models, routings[0].group.device) if models else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +18,7 @@ from distwrap._internals.torch_simulation import BACKEND
 from distwrap.errors import CollectiveError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.supervision import stacks
-from distwrap.supervision.board import Board
+from distwrap.supervision.shared_status import SharedStatus
 from distwrap.testing.simulation.scheduler import Scheduler, Words
 
 # Collectives in which gloo goes through the memory from a tensor's first number on, and does not look at its strides.
@@ -31,6 +31,26 @@ Combine = Callable[[Rows, str, Any], list[Tensor]]
 Share = Literal["all", "root", "tensors", "parts"]
 
 
+@dataclass(eq=False)
+class Meeting:
+    """One collective of a group, or one message, which ends when all its ranks have come.
+
+    Attributes:
+        calls: for each rank the collective, with what must be alike on all ranks, and the line that has called it.
+        inputs: the ranks' tensors, which they may not change before they have waited.
+        outcome: what the ranks receive, or the error of all ranks; ``None`` until it has ended.
+    """
+
+    calls: dict[int, tuple[str, str]] = field(default_factory=dict)
+    inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    outcome: list[Tensor] | Exception | None = None
+
+    def result(self) -> list[Tensor]:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome or []
+
+
 class SimulatedStore(Store):
     """Store in which simulated ranks meet, with all else that they exchange.
 
@@ -40,18 +60,14 @@ class SimulatedStore(Store):
 
     Attributes:
         board: of the ranks, beside the store.
-        collectives: that are under way.
-        mail: messages that nobody has received yet, and those who wait for one.
-        works: handles of what is under way: torch 2.6 keeps the native part of one alone, which waits forever.
+        meetings: that are under way.
     """
 
     def __init__(self, scheduler: Scheduler, ranks: int) -> None:
         super().__init__()
         self.scheduler, self._table = scheduler, HashStore()
-        self.board = Board(ranks=ranks, texts=True)
-        self.collectives = defaultdict[Any, Collective](Collective)
-        self.mail = defaultdict[Any, list[Message]](list)
-        self.works = set[SimulatedWork]()
+        self.board = SharedStatus(ranks=ranks, texts=True)
+        self.meetings = defaultdict[Any, Meeting](Meeting)
 
     def _call(self, name: str, *args: Any) -> Any:
         if self.scheduler.current() is not None:  # the caller of the simulation reads it too
@@ -77,78 +93,56 @@ class SimulatedStore(Store):
         self.wait([key])
         return bytes(self._table.get(key))
 
-    def has_extended_api(self) -> bool:
-        return True
-
     def clone(self) -> SimulatedStore:
         return self
 
-
-@dataclass(eq=False)
-class Collective:
-    """One collective of a group, which ends when all its ranks have called it.
-
-    Attributes:
-        calls: for each rank the collective, with what must be alike on all ranks, and the line that has called it.
-        inputs: the ranks' tensors, which they may not change before they have waited.
-        outcome: what the ranks receive, or the error of all ranks; ``None`` until it has ended.
-    """
-
-    calls: dict[int, tuple[str, str]] = field(default_factory=dict)
-    inputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    outcome: list[Tensor] | Exception | None = None
-
-
-@dataclass(eq=False)
-class Message:
-    """Message that a rank sends, or waits for.
-
-    Attributes:
-        sources: numbers in the group of the ranks of which one sends it.
-        tensors: copies of what is sent, or what is written to.
-        is_sent: which of the two.
-        other: what it was matched with, the first that fits.
-    """
-
-    sources: Sequence[int]
-    tensors: list[Tensor]
-    is_sent: bool
-    other: Message | None = None
+    def meet(
+        self, key: Any, rank: int, tensors: list[Tensor], ranks: int, combine: Callable[[Rows], list[Tensor]]
+    ) -> Meeting:
+        """Bring a rank's tensors to a meeting, where the last rank that comes combines those of all."""
+        made = self.meetings[key]
+        made.inputs[rank] = tensors
+        if len(made.inputs) == ranks and made.outcome is None:
+            del self.meetings[key]
+            try:
+                with torch.no_grad():
+                    made.outcome = combine([made.inputs.pop(each) for each in range(ranks)])
+            except (RuntimeError, NotImplementedError) as error:  # on every rank, as a backend refuses it
+                made.outcome = error
+        return made
 
 
 class SimulatedWork(dist.Work):
     """Handle of a collective or message: `wait` gives up the rank's turn until it has ended, and writes the outputs.
 
     Args:
-        store: of the simulation.
+        group: to which it belongs.
         has_ended: returns whether it has.
         take: writes the outputs, and returns them.
         words: what it is.
     """
 
     def __init__(
-        self, store: SimulatedStore, has_ended: Callable[[], bool], take: Callable[[], Any], words: Words = ""
+        self, group: SimulatedGroup, has_ended: Callable[[], object], take: Callable[[], Any], words: Words
     ) -> None:
         super().__init__()
-        self._store, self._has_ended, self._take, self._words = store, has_ended, take, words
-        self._result: Any = None
-        self.source = -1
-        store.works.add(self)
+        self._group, self._has_ended, self._take, self._words = group, has_ended, take, words
+        self._result, self.source = None, -1
+        group.works[self] = None
 
     def result(self) -> Any:
         if self._result is None:
             if not self._has_ended():
-                self._store.scheduler.wait(self._has_ended, self._words)
+                self._group.scheduler.wait(self._has_ended, self._words)
             self._result = self._take()
-            del self._has_ended, self._take, self._words  # which hold all ranks' tensors
-            self._store.works.discard(self)
+            del self._has_ended, self._take, self._words, self._group.works[self]  # which hold all ranks' tensors
         return self._result
 
     def wait(self, timeout: Any = None) -> bool:
         return self.result() is not None
 
     def synchronize(self) -> None:
-        self.wait()
+        self.result()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -160,8 +154,8 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         if self._result is None:
-            self._store.scheduler.sleep(0)
-        return (self._result is not None or self._has_ended()) and self.wait()
+            self._group.scheduler.sleep(0)
+        return (self._result is not None or bool(self._has_ended())) and self.wait()
 
 
 _ProcessGroup: type[Any] = dist.ProcessGroup  # whose stubs declare other ways to call each method too
@@ -188,8 +182,7 @@ def _reduced(rows: Rows, how: str, root: Any) -> list[Tensor]:
     if factor:
         totals = [total * float(factor) for total in totals]
     if name == "avg":
-        is_real = all(total.is_floating_point() or total.is_complex() for total in totals)
-        totals = [total.div(len(rows), rounding_mode=None if is_real else "trunc") for total in totals]
+        totals = [total.div(len(rows)).to(total.dtype) for total in totals]
     return totals
 
 
@@ -198,9 +191,7 @@ _OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
+    **{f"b{name}": getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor")},
 }
 
 
@@ -212,6 +203,9 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         rank: this rank's number in the group.
         ranks: the group's, in the world.
         key: the group, the same on all its ranks, and on no other group of the simulation.
+
+    Attributes:
+        works: handles of what is under way: torch 2.6 keeps the native part of one alone, which waits forever.
     """
 
     group_name = group_desc = ""
@@ -219,7 +213,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: SimulatedStore, rank: int, ranks: Sequence[int], key: Any) -> None:
         super().__init__(rank, len(ranks))
         self._store, self._rank, self._ranks, self._key, self._begun = store, rank, ranks, key, 0
-        self._together: list[SimulatedWork] | None = None  # begun since `_start_coalescing`
+        self._messages: Counter[Any] = Counter()
+        self.scheduler, self.works = store.scheduler, dict[SimulatedWork, None]()
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -230,28 +225,22 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _set_group_name(self, name: str) -> None:
         self.group_name = name
 
-    def _set_group_desc(self, text: str) -> None:
-        self.group_desc = text
-
     def _get_sequence_number_for_group(self) -> int:
         return self._begun
 
     def shutdown(self, *_: Any) -> None: ...
 
-    abort = set_timeout = shutdown
+    abort = set_timeout = _start_coalescing = shutdown
     _device_types = property(lambda self: [torch.device("cpu")])
 
-    def _start_coalescing(self, device: Any) -> None:
-        self._together = []
-
     def _end_coalescing(self, device: Any) -> SimulatedWork:
-        works, self._together = self._together or [], None
-        return SimulatedWork(self._store, lambda: True, lambda: [one for each in works for one in each.result()])
+        works = list(self.works)
+        return SimulatedWork(self, lambda: True, lambda: [one for each in works for one in each.result()], "")
 
     # Collectives
 
     def _begin(
-        self, name: str, combine: Combine, share: Share, outputs: Any, inputs: Any, opts: Any = None, result: Any = None
+        self, name: str, combine: Combine, share: Share, outputs: Any, inputs: Any, opts: Any = None
     ) -> SimulatedWork:
         """Take part in the group's next collective.
 
@@ -262,9 +251,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             outputs: tensor, or lists of tensors, to write to.
             inputs: this rank's.
             opts: torch's options: an operation, or a root.
-            result: what a future of it holds; by default the outputs.
         """
-        store, rank, size, ranks = self._store, self._rank, len(self._ranks), self._ranks
+        store, rank, ranks, size = self._store, self._rank, self._ranks, len(self._ranks)
         taken, given, root, how = _flat(outputs), _flat(inputs), getattr(opts, "rootRank", None), _operation(opts)
         # In a scatter only the root has inputs, and in an all-to-all their sizes may differ.
         shapes = list(map(_shape, taken if name == "scatter" else given))
@@ -279,49 +267,33 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
             )
         if size > 1:  # whose operators torch's dispatcher never sees
             check_collectives_allowed(f"torch.distributed's {name}()")
-        store.scheduler.event(what)
+        self.scheduler.event(what)
         key, self._begun = (self._key, self._begun), self._begun + 1
-        made = store.collectives[key]
-        made.calls[rank] = what, stacks.locate(stacks.of_frame(stacks.users_frame()))[1]
-        made.inputs[rank] = given
-        if next(iter(made.calls.values()))[0] != what:
-            lines = [f"rank {ranks[each]}: {call} at {place}" for each, (call, place) in sorted(made.calls.items())]
-            made.outcome = CollectiveError(
+        calls = store.meetings[key].calls
+        calls[rank] = what, stacks.locate(stacks.of_frame(stacks.users_frame()))[1]
+        if next(iter(calls.values()))[0] != what:
+            lines = [f"rank {ranks[each]}: {call} at {place}" for each, (call, place) in sorted(calls.items())]
+            store.meetings[key].outcome = CollectiveError(
                 "the ranks are in different collectives:\n" + "\n".join(lines) + "\nEvery rank must call the same "
                 "collectives in the same order, with tensors of the same shapes and types."
             )
-        elif len(made.calls) == size and made.outcome is None:
-            del store.collectives[key]
-            try:
-                with torch.no_grad():
-                    made.outcome = combine([made.inputs.pop(each) for each in range(size)], how, root)
-            except (RuntimeError, NotImplementedError) as error:  # on every rank, as a backend refuses it
-                made.outcome = error
+        made = store.meet(key, rank, given, size, lambda rows: combine(rows, how, root))
 
         def awaited() -> str:
-            missing = [ranks[each] for each in range(size) if each not in made.calls]
+            missing = [ranks[each] for each in range(size) if each not in calls]
             return f"{what}, to which rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))} did not come"
 
         def take() -> Any:
-            values: Any = made.outcome
-            if isinstance(values, Exception):
-                raise values
-            values = values[rank::size] if share == "tensors" else values
+            values = made.result()[rank::size] if share == "tensors" else made.result()
             if share == "parts":
                 values = [each.reshape(size, -1)[rank] for each in values]
             if share != "root" or rank == root:
-                for output, value in zip(taken, values, strict=True):
-                    _write(output, value)
-            return result or ([outputs] if isinstance(outputs, Tensor) else outputs)
+                _write(taken, values)
+            return [outputs] if isinstance(outputs, Tensor) else outputs
 
-        work = SimulatedWork(store, lambda: made.outcome is not None, take, awaited)
-        if self._together is not None:
-            self._together.append(work)
-        return work
+        return SimulatedWork(self, lambda: made.outcome is not None, take, awaited)
 
-    def _in_place(
-        self, name: str, combine: Combine, share: Share, tensors: list[Tensor], opts: Any = None
-    ) -> SimulatedWork:
+    def _in_place(self, name: str, combine: Combine, share: Share, tensors: Any, opts: Any = None) -> SimulatedWork:
         return self._begin(name, combine, share, tensors, tensors, opts)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
@@ -330,17 +302,17 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self._begin("monitored_barrier", _copied, "all", [], []).wait()
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None, result: Any = None) -> Any:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         if not len(outputs) == len(inputs) == len(self._ranks):
             raise ValueError(f"all_to_all of {len(self._ranks)} ranks got {len(inputs)} and {len(outputs)} tensors.")
-        return self._begin("all_to_all", _copied, "tensors", outputs, inputs, opts, result)
+        return self._begin("all_to_all", _copied, "tensors", outputs, inputs)
 
     def alltoall_base(self, output: Tensor, value: Tensor, output_sizes: Any, input_sizes: Any, _: Any = None) -> Any:
         def parts(tensor: Tensor, sizes: Any) -> list[Tensor]:
             each = list(sizes) or [len(tensor) // len(self._ranks)] * len(self._ranks)
             return list(torch.split(tensor.detach(), each))
 
-        return self.alltoall(parts(output, output_sizes), parts(value, input_sizes), result=[output])
+        return self.alltoall(parts(output, output_sizes), parts(value, input_sizes))
 
     allreduce = partialmethod(_in_place, "all_reduce", _reduced, "all")
     reduce = partialmethod(_in_place, "reduce", _reduced, "root")
@@ -357,51 +329,58 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = _reduce_scatter_base
 
-    # Messages
+    # Messages: each is a meeting of two, of which the sender is the first. A backend keeps no message for a rank that
+    # does not wait for it.
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> SimulatedWork:
-        # A backend keeps no message for a rank that does not wait for it.
-        return self._post("send", tensors, f"to rank {to}", (to, tag), Message([self._rank], _copied([tensors]), True))
+        return self._exchange(f"send({', '.join([*map(_shape, tensors), f'to rank {to}'])})", tensors, 0, to, tag)
 
     def recv(self, tensors: list[Tensor], by: int, tag: int = 0) -> SimulatedWork:
-        return self._post("recv", tensors, f"from rank {by}", (self._rank, tag), Message([by], tensors, False))
+        return self._exchange(f"recv({', '.join([*map(_shape, tensors), f'from rank {by}'])})", tensors, 1, by, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimulatedWork:
-        own = Message(range(len(self._ranks)), tensors, False)
-        return self._post("recv", tensors, "from any rank", (self._rank, tag), own)
-
-    def _post(self, name: str, tensors: list[Tensor], words: str, box: Any, own: Message) -> SimulatedWork:
-        """Match a message with the first that fits of those that lie in a rank's box, or lay it there."""
-        what = f"{name}({', '.join([*map(_shape, tensors), words])})"
-        self._store.scheduler.event(what)
-        waiting = self._store.mail[self._key, box]
-        fits = (each for each in waiting if each.is_sent != own.is_sent and {*each.sources} & {*own.sources})
-        if other := next(fits, None):
-            own.other, other.other = other, own
-            waiting.remove(other)
-        else:
-            waiting.append(own)
+        def senders() -> list[int]:
+            return [by for by in range(len(self._ranks)) if self._key_of(1, by, tag) in self._store.meetings]
 
         def take() -> list[Tensor]:
-            if not own.is_sent and own.other is not None:
-                work.source = own.other.sources[0]
-                for tensor, value in zip(tensors, own.other.tensors, strict=True):
-                    _write(tensor, value)
+            work.source = senders()[0]
+            self.recv(tensors, work.source, tag).wait()
             return tensors
 
-        work = SimulatedWork(self._store, lambda: own.other is not None, take, what)
+        words = f"recv({', '.join([*map(_shape, tensors), 'from any rank'])})"
+        work = SimulatedWork(self, senders, take, words)
+        return work
+
+    def _key_of(self, side: int, other: int, tag: int) -> Any:
+        pair = (self._rank, other) if side == 0 else (other, self._rank)
+        return self._key, *pair, tag, self._messages[side, other, tag]
+
+    def _exchange(self, what: str, tensors: list[Tensor], side: int, other: int, tag: int) -> SimulatedWork:
+        self.scheduler.event(what)
+        key = self._key_of(side, other, tag)
+        self._messages[side, other, tag] += 1
+        made = self._store.meet(key, side, tensors, 2, lambda rows: _copied(rows[:1]))
+
+        def take() -> list[Tensor]:
+            if side == 1:
+                _write(tensors, made.result())
+            return tensors
+
+        work = SimulatedWork(self, lambda: made.outcome is not None, take, what)
+        work.source = other
         return work
 
 
-def _write(output: Tensor, value: Tensor) -> None:
+def _write(outputs: list[Tensor], values: list[Tensor]) -> None:
     """Write what a rank has received, as a backend does, of which autograd knows nothing."""
-    if output.shape.numel() != value.shape.numel() or output.dtype != value.dtype:
-        raise CollectiveError(f"rank {dist.get_rank()} was sent {_shape(value)}, and receives {_shape(output)}.")
-    if output.layout == torch.strided:
-        output.data.copy_(value.reshape(output.shape))
-        return
-    with torch.no_grad():  # `data` of a sparse tensor has indices and values of its own
-        output.copy_(value)
+    for output, value in zip(outputs, values, strict=True):
+        if output.shape.numel() != value.shape.numel() or output.dtype != value.dtype:
+            raise CollectiveError(f"rank {dist.get_rank()} was sent {_shape(value)}, and receives {_shape(output)}.")
+        if output.layout == torch.strided:
+            output.data.copy_(value.reshape(output.shape))
+        else:
+            with torch.no_grad():  # `data` of a sparse tensor has indices and values of its own
+                output.copy_(value)
 
 
 def _flat(tensors: Any) -> list[Tensor]:
@@ -416,10 +395,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    if tensor.layout != torch.strided:
-        return True
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous()
+    return tensor.layout != torch.strided or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -1,4 +1,7 @@
-"""A simulation: ranks as threads of this process, which take turns; and ``launcher="simulate"``, which begins one."""
+"""A simulation: ranks as threads of this process, which take turns; and the two that begin one.
+
+These are ``launcher="simulate"``, and `failure_of`, which runs a script that torchrun could start.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,35 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distwrap import simulated
+from distwrap import simulated, tracebacks
 from distwrap._internals.torch import default_device
-from distwrap._internals.torch_simulation import BACKEND, simulated_torch
+from distwrap._internals.torch_simulation import BACKEND, OneDevice, answered_for_ranks, simulated_torch
 from distwrap.devices.selection import visible_devices
-from distwrap.environments import Placement, distwrap_environment
-from distwrap.errors import LaunchError, OptionError, WorkerDiedError
-from distwrap.group import failures, setup
-from distwrap.group.world import active_world, deactivate
-from distwrap.launch import transport, worker
-from distwrap.launch.base import Job, Launcher
-from distwrap.launch.callers_models import given_models, say_what_stays
-from distwrap.launch.outcome import Outcome, failure, success
+from distwrap.environments import Placement, distwrap_environment, torchrun
+from distwrap.errors import LaunchError, OptionError
+from distwrap.group import failures, setup, world
+from distwrap.launch import base, callers_models, outcome, transport, worker
 from distwrap.launch.task import Assignment
 from distwrap.network import rendezvous
 from distwrap.options import QUIET, switched_on
+from distwrap.seeding import seed_generators
 from distwrap.strategies.base import Strategy
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.stacks import is_users
 from distwrap.testing.simulation.groups import SimulatedGroup, SimulatedStore
-from distwrap.testing.simulation.process_state import Process
-from distwrap.testing.simulation.scheduler import Cancelled, Fail, Scheduler, Task
+from distwrap.testing.simulation.scheduler import Cancelled, Condition, Fail, Process, Scheduler, Task
 from distwrap.wording import print_notice
 
 
@@ -50,33 +51,25 @@ class Simulation:
 
     Attributes:
         device: of all ranks: the only one that there is, or the CPU.
-        scheduler: of their threads.
+        scheduler: of their threads, with their clock.
+        makers: the ranks that have made, copied or unpickled modules, by the modules' ids.
     """
 
     def __init__(self, ranks: int, seed: int | None, fault: Fail | None = None) -> None:
         self.scheduler = Scheduler(seed, fault)
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.makers: dict[int, int] = {}
         self._ranks, self._store = ranks, SimulatedStore(self.scheduler, ranks)
         self._groups: Counter[Any] = Counter()
-        self._makers: dict[int, int] = {}  # of modules, by their ids
         self._process = os.getpid()
 
-    def run(
-        self,
-        body: Callable[[Placement], object],
-        variables: Callable[[Placement], dict[str, str]],
-        modules: Callable[[], dict[str, ModuleType]] | None,
-        more: str,
-        *,
-        first_here: bool,
-    ) -> None:
+    def run(self, body: Callable[[Placement], object], more: str, *, has_modules: bool, first_here: bool) -> None:
         """Run a function for each rank, until all have returned or none can go on; the scheduler knows of failures.
 
         Args:
             body: what each rank runs, given its place.
-            variables: returns a rank's environment variables, besides those of this process.
-            modules: returns those with which a rank begins, where it has modules of its own.
             more: for the start line, which says that ranks are simulated.
+            has_modules: whether each rank has modules of its own.
             first_here: whether rank 0 runs in this thread, which gets signals.
 
         Raises:
@@ -94,26 +87,19 @@ class Simulation:
             with torch.autograd.set_multithreading_enabled(False), missing or nullcontext():
                 try:
                     body(place)
-                except BaseException as error:
-                    scheduler.fail(error, scheduler.current())  # before the rank leaves, which may lead to others
-                    raise
+                except BaseException as error:  # noqa: BLE001 - before the rank leaves, which may lead to others
+                    scheduler.fail(error, scheduler.current())
                 finally:
                     _leave()
 
-        for number in range(self._ranks):
-            place = distwrap_environment.on_one_node(number, self._ranks)
-            Task(scheduler, Process(number, variables(place), modules and modules()), partial(run, place)).start()
-        here = Process(-1, {}, modules and {})
-        here.leave()
-        with simulated_torch(self, self._store):
-            simulated.running = self
-            try:
-                scheduler.run(first_here=first_here)
-            finally:
-                simulated.running = None
-                here.enter()
+        for rank in range(self._ranks):
+            place = distwrap_environment.on_one_node(rank, self._ranks)
+            task = Task(scheduler, Process(rank, has_modules=has_modules), partial(run, place))
+            task.start(here=first_here and rank == 0)
+        with simulated_torch(self, self._store), mock.patch.object(simulated, "running", self):
+            scheduler.run(Process(-1, has_modules=has_modules), first_here=first_here)
 
-    def make_group(self, options: Any) -> SimulatedGroup:
+    def make_group(self, options: Any, _: Any = None) -> SimulatedGroup:
         """Return a process group of the rank whose turn it is."""
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         key = (options.group_id, *ranks)
@@ -125,47 +111,43 @@ class Simulation:
         task = self.scheduler.current()
         return 0 if task is None else task.rank.number
 
-    # What torch, and `distwrap.simulated`, ask
-
     def is_rank(self) -> bool:
-        # A process that a rank forks, as a loader's worker, is no rank.
+        """Return whether this thread is one of a simulated rank: a process that a rank forks is none."""
         return simulated.running is self and self.scheduler.current() is not None and os.getpid() == self._process
 
-    def note_maker(self, module: Any) -> None:
-        self._makers[id(module)] = self.rank()
-
     def has_made(self, module: Any) -> bool:
-        return self._makers.get(id(module)) == self.rank()
+        """Return whether this rank has made, copied or unpickled a module."""
+        return self.makers.get(id(module)) == self.rank()
 
     def meet(self, placement: Placement) -> Store:
+        """Return the store of the ranks, in which this rank is registered."""
         store: Store = PrefixStore(f"distwrap/{rendezvous.begin_meeting()}", self._store)
         said = {**rendezvous.registration(self.device), "gpu": None, "address": None}
         store.set(f"here/{placement.rank}", json.dumps(said))
         return store
 
     def channel(self, *args: Any) -> Channel:
+        """Return a side channel, given what `Channel` takes."""
         return _SimulatedChannel(self.scheduler, *args)
+
+    def condition(self) -> Condition:
+        """Return a condition for threads of this thread's rank."""
+        return Condition(self.scheduler)
+
+
+dist.Backend.register_backend(
+    BACKEND, lambda *given: simulated.running.make_group(*given), extended_api=True, devices=["cpu", "cuda"]
+)
 
 
 def _leave() -> None:
     """Leave what the rank has joined and not left, as where it has failed."""
-    world = active_world()
-    if world is not None:
-        deactivate()
-        for close in (world.close, world.cleanup.close):
-            with suppress(Cancelled):
-                close()
+    if (left := world.active_world()) is not None:
+        world.deactivate()
+        with suppress(Cancelled), left.cleanup:
+            left.close()
     if dist.is_initialized():  # torch knows a thread's groups by their names
         dist.destroy_process_group()
-
-
-def _make_group(options: Any, _: Any = None) -> SimulatedGroup:
-    if not isinstance(simulated.running, Simulation):
-        raise LaunchError(f"the backend {BACKEND!r} is that of simulated ranks, and no ranks are simulated.")
-    return simulated.running.make_group(options)
-
-
-dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"])
 
 
 class _SimulatedChannel(Channel):
@@ -177,19 +159,19 @@ class _SimulatedChannel(Channel):
 
     def _halt(self) -> None:
         self._stopped.set()
-        self._bells.close()
+        self._notifier.close()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._scheduler.wait(lambda: self._stopped.is_set() or self._is_rung(), "news of other ranks")
-            self._heard = self._bells.heard()
+            self._scheduler.wait(lambda: self._stopped.is_set() or self._is_woken(), "news of other ranks")
+            self._heard = self._notifier.wakeups()
             self.work.look(True)
 
-    def _is_rung(self) -> bool:
-        return self._bells.heard() != self._heard
+    def _is_woken(self) -> bool:
+        return self._notifier.wakeups() != self._heard
 
 
-class SimulateLauncher(Launcher):
+class SimulateLauncher(base.Launcher):
     """Threads of this process, of which exactly one runs, and which take turns where they wait for each other.
 
     Args:
@@ -206,7 +188,7 @@ class SimulateLauncher(Launcher):
     def count(self, nprocs: int | Literal["auto"]) -> int:
         return max(1, visible_devices().count) if nprocs == "auto" else nprocs
 
-    def check(self, job: Job) -> None:
+    def check(self, job: base.Job) -> None:
         strategy = job.task.options.strategy
         if isinstance(strategy, Strategy) and not strategy.is_simulated:
             raise OptionError(
@@ -214,45 +196,83 @@ class SimulateLauncher(Launcher):
                 "launcher='simulate' out, or run the function on real ranks by distwrap.testing.run_ranks()."
             )
 
-    def run(self, job: Job, plan: Assignment) -> list[Outcome]:
-        simulation, outcomes = Simulation(job.nprocs, self.schedule, self.fail), list[Outcome]()
+    def run(self, job: base.Job, plan: Assignment) -> list[outcome.Outcome]:
+        simulation, outcomes = Simulation(job.nprocs, self.schedule, self.fail), list[outcome.Outcome]()
+        main = vars(sys.modules["__main__"])
         # In a notebook, and under pytest, the ranks share all modules.
-        main = sys.modules["__main__"]
-        is_script = os.path.isfile(getattr(main, "__file__", None) or "") and "pytest" not in sys.modules
-
-        def variables(place: Placement) -> dict[str, str]:
-            return distwrap_environment.variables(place, self.name, "simulated")
-
-        def modules() -> dict[str, ModuleType]:
-            own = ModuleType("__main__")
-            own.__dict__.update(vars(main))
-            return {"__main__": own}
+        is_script = os.path.isfile(main.get("__file__") or "") and "pytest" not in sys.modules
 
         def body(place: Placement) -> None:
+            os.environ.update(distwrap_environment.variables(place, self.name, "simulated"))
+            if is_script:
+                vars(sys.modules["__main__"]).update(main)
             assignment = replace(plan, placement=place)
-            assert assignment.payload is not None
-            task = transport.unpack(assignment.payload)
+            task = transport.unpack(plan.payload or b"")
             try:
-                given = given_models(task)
+                given = callers_models.given_models(task)
                 value, trained = worker.take_part(assignment, task, lambda report: None)
-                say_what_stays(task, given, value)
+                callers_models.say_what_stays(task, given, value)
                 packed = worker.packed(assignment, task, value, trained)
                 setup.teardown_process_group()
-                outcomes.append(success(place.rank, packed))
+                outcomes.append(outcome.success(place.rank, packed))
             except BaseException as error:
                 if not simulation.scheduler.ends:  # else this only follows from it
-                    outcomes.append(failure(place.rank, failures.explained(error)))
+                    outcomes.append(outcome.failure(place.rank, failures.explained(error)))
                 raise
 
         more = "" if is_script else ", and share all modules"
         # Rank 0 too has a thread of its own: what torch keeps for a thread would last into the next simulation.
-        simulation.run(body, variables, modules if is_script else None, more, first_here=False)
-        if any(outcome.failed for outcome in outcomes):
-            return outcomes
-        for task in simulation.scheduler.tasks:
-            if task.rank.is_dead:
-                number, event = task.rank.number, task.rank.events
-                raise WorkerDiedError(f"rank {number} was killed at its event {event}.", rank=number)
-        if simulation.scheduler.failure is not None:
-            raise simulation.scheduler.failure
+        simulation.run(body, more, has_modules=is_script, first_here=False)
+        cause = simulation.scheduler.failure
+        if cause is not None and not any(each.failed for each in outcomes):
+            raise cause
         return outcomes
+
+
+def failure_of(path: str, ranks: int, arguments: Sequence[str], *, schedule: int | None = None) -> str:
+    """Run a script on simulated ranks, and return in words why it has failed: a rank did, or none can go on.
+
+    Each rank has a ``__main__`` and modules of its own.
+
+    Args:
+        path: the script's.
+        ranks: their number.
+        arguments: of the script.
+        schedule: a number that draws another order of the ranks' turns.
+
+    Raises:
+        OptionError: there is no such script.
+    """
+    script = Path(path).resolve()
+    if not script.is_file():
+        raise OptionError(f"there is no script {path}")
+    simulation = Simulation(ranks, schedule)
+    mode, scheduler = OneDevice(simulation.device), simulation.scheduler
+
+    def body(place: Placement) -> None:
+        os.environ.update({**distwrap_environment.lacking(place, {}), torchrun.AGENT: "simulated"})
+        own = vars(sys.modules["__main__"])
+        own["__file__"] = str(script)
+        # torch's own generator begins alike in every process.
+        seed_generators(hash((schedule or 0, place.rank)) % 2**31, frozenset({"random", "numpy"}))
+        try:
+            with mode:  # torch.compile keeps what it makes with the code, which is compiled for each rank
+                exec(compile(script.read_bytes(), str(script), "exec"), own)
+        except SystemExit as error:
+            if failures.is_failure(error):
+                raise
+
+    with (
+        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+        mock.patch.object(sys, "argv", [path, *arguments]),
+        answered_for_ranks(is_users, ranks, simulation.rank, mode),
+    ):
+        setup.import_before_group()
+        simulation.run(body, f"; every device is {simulation.device}", has_modules=True, first_here=True)
+    sys.stdout.flush()  # what the ranks have printed comes first
+    cause, rank = scheduler.failure, scheduler.failed and scheduler.failed.rank.number
+    if isinstance(cause, SystemExit):
+        return f"rank {rank} called sys.exit({cause.code!r})"
+    if cause is not None and rank is None and not isinstance(cause, Exception):
+        raise cause  # Ctrl-C
+    return f"rank {rank} raised:\n{tracebacks.as_text(cause)}" if cause and rank is not None else str(cause or "")

@@ -250,7 +250,7 @@ def test_peers_that_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("distwrap.strategies.hivemind.peers.Peers._started", alone)
 
-    @distributed(strategy=strategy(2, peer_seconds=2.0), nprocs=2, launcher="fork", timeout=60)
+    @distributed(strategy=strategy(2, peer_seconds=8.0), nprocs=2, launcher="fork", timeout=60)
     def main() -> None:
         made()
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distwrap.comm.base import Averager, Bucket
+from distwrap.comm.base import Averager, Bucket, Link
 from distwrap.comm.gradients import GradientAlgorithm
-from distwrap.comm.link import Link
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap import Strategy, broadcast, gather_object, rank, reduce, world_size
+from distwrap import Strategy, broadcast, rank, reduce, world_size
 from distwrap.errors import OptionError
 from distwrap.strategies import TransparentModule, World, Wrapping
 
@@ -29,15 +29,16 @@ class Copy(TransparentModule):
 class Owners(Strategy):
     """Each parameter is stepped on one rank, which alone holds the optimizer's state of it."""
 
-    shards = True  # so that a checkpoint asks every rank for its state
+    shards = True  # so that a checkpoint asks every rank
+    exchanges = "each rank sends the others what it has stepped"  # so that comm= is refused
 
     def check(self, run: Any) -> None:
+        super().check(run)
         if run.precision == "fp16":
             raise OptionError("strategy='owners' has no precision='fp16': a step would be skipped on some ranks alone.")
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
-        if wrapping.comm is not None or wrapping.options:
-            raise OptionError(f"strategy='owners' takes no comm= and no other options: {wrapping.options}.")
+        self.refuse_options(wrapping)
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data.copy_(broadcast(tensor.data))
         return Copy(model, wrapping)
@@ -51,19 +52,10 @@ class Owners(Strategy):
         self._average(optimizer)  # once more before the step, where it changes nothing: all ranks have the mean
         return super().clip(optimizer, parameters, max_norm)
 
-    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        state = super().state(thing)
-        if isinstance(thing, Optimizer):
-            for owned in gather_object(state["state"]):
-                state["state"].update(owned)
-        return state
-
-    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        super().load_state(thing, state)
-        if isinstance(thing, Optimizer):
-            for parameter, owner in self._owners(thing):
-                if owner != rank():
-                    thing.state.pop(parameter, None)
+    def holders(self, thing: nn.Module | Optimizer) -> dict[int, list[int]] | None:
+        if not isinstance(thing, Optimizer):
+            return None  # every rank has the whole model
+        return {id(parameter): [owner] for parameter, owner in self._owners(thing)}
 
     def _owners(self, optimizer: Optimizer) -> list[tuple[nn.Parameter, int]]:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distwrap.precision.base import Precision
+from distwrap.precision.precisions import Precision
 
 
 class Double(Precision):

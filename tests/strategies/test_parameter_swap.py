@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from distwrap.strategies.adoption import Replacement
+from distwrap.strategies.parameter_swap import ParameterSwap
 
 
 class Tied(nn.Module):
@@ -19,7 +19,7 @@ def test_weights_that_came_without_numbers_stay_tied() -> None:
         net = Tied()
     before = dict(net.named_parameters(remove_duplicate=False))
     net.first.weight = net.last.weight = nn.Parameter(torch.ones(3, 3))
-    replacement = Replacement(before, net)
-    replacement.undo(net.state_dict())
+    swap = ParameterSwap(before, net)
+    swap.undo(net.state_dict())
     assert net.first.weight is net.last.weight
     assert not net.first.weight.is_meta

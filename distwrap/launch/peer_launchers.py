@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -19,13 +19,14 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
-from distwrap.errors import ArrivalError, OptionError, WorkerDiedError
-from distwrap.launch.outcome import Outcome, from_json, of_error, raise_failure, to_json
+from distwrap.errors import ArrivalError, OptionError, WorkerDiedError, WorkerTraceback
+from distwrap.launch.outcome import Outcome, raise_if_failed
 from distwrap.launch.task import NodePlan
 from distwrap.network import interfaces, keys, secret, stores
 from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.waiting import run_within
+from distwrap.supervision.failure import Failure
 from distwrap.wording import first_line, first_names, named_ranks
 
 BEAT_SECONDS = 0.5
@@ -63,7 +64,7 @@ class NodeSummary:
         return str(self)  # so that print(f"{accuracy:.3f}") of the one script that all nodes run does not fail
 
 
-class OtherCallers:
+class PeerLaunchers:
     """Connection of the caller on this node to the callers on the others.
 
     Args:
@@ -114,7 +115,7 @@ class OtherCallers:
             for work in (self._beat, self._watch_store)
         ]
 
-    # Meeting
+    # Rendezvous
 
     def _open(self, node_rank: int | None, seconds: float) -> tuple[Store, bool]:
         """Hold the store on node 0, or reach it. Without a number, the first on the endpoint's host is node 0.
@@ -228,11 +229,15 @@ class OtherCallers:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other nodes of a failure here; the first that is told is believed to be the cause."""
-        texts, message = self._texts, json.dumps(self._message(error))
+        texts, message = self._texts, self._failure(error).to_json()
         run_within(lambda: texts.set_first("failure", message), _NEWS_SECONDS)
 
-    def _message(self, error: BaseException) -> dict[str, Any]:
-        return {**to_json(error), "first": self.ranks[0]}
+    def _failure(self, error: BaseException) -> Failure:
+        """Return an error that was raised here; the caller itself stands for its first rank."""
+        rank, host = getattr(error, "rank", None), getattr(error, "host", None) or socket.gethostname()
+        cause = error.__cause__ if isinstance(error.__cause__, WorkerTraceback) else WorkerTraceback("")
+        first = self.ranks[0] if rank is None else rank
+        return Failure.of(error, first, host=host, pid=0, traceback=cause.text, secondary=cause.secondary)
 
     def finish(self) -> None:
         """Wait until the ranks of all nodes are done, as those here are.
@@ -243,7 +248,7 @@ class OtherCallers:
         self._texts.set(f"done/{self.node_rank}", "")
         failed: Outcome | None = self.news.recv()
         if failed is not None:
-            raise_failure([failed])
+            raise_if_failed([failed])
 
     def close(self) -> None:
         """Leave; node 0 last, since it holds the store."""
@@ -274,7 +279,7 @@ class OtherCallers:
             try:
                 store.set(f"beat/{self.node_rank}", str(time.monotonic()))
                 if failure := texts.read("failure"):
-                    self._report(json.loads(failure))
+                    self._report(Failure.from_json(failure))
                     return
                 if store.check(done) and all(texts.read(key) is not None for key in done):
                     with suppress(OSError):
@@ -282,9 +287,9 @@ class OtherCallers:
                     return
                 if self.node_rank == 0:
                     self._look_for_lost_nodes(beats)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # it is gone, or another program writes there
                 if not self._stopped.is_set():
-                    self._report(self._message(self._lost(0, f"its store does not answer ({first_line(error)})")))
+                    self._report(self._failure(self._lost(0, f"its store does not answer ({first_line(error)})")))
                 return
             self._answered = time.monotonic()
             self._stopped.wait(BEAT_SECONDS)
@@ -293,7 +298,7 @@ class OtherCallers:
         """Notice that the store has fallen silent, for which torch itself would wait."""
         while not self._stopped.wait(BEAT_SECONDS) and self._threads[0].is_alive():
             if time.monotonic() - self._answered > LOST_SECONDS:
-                self._report(self._message(self._lost(0, f"its store has not answered for {LOST_SECONDS:g} s")))
+                self._report(self._failure(self._lost(0, f"its store has not answered for {LOST_SECONDS:g} s")))
                 return
 
     def _look_for_lost_nodes(self, beats: dict[int, tuple[bytes, float]]) -> None:
@@ -311,11 +316,7 @@ class OtherCallers:
         text = f"node {number} ({host}) is gone: {why}. The node, its network, or the command on it has ended."
         return WorkerDiedError(text, rank=rank, host=host)
 
-    def _report(self, message: dict[str, Any]) -> None:
+    def _report(self, failure: Failure) -> None:
         """Let whoever reads `news` know of a failure."""
-        rank, host, trace = message["rank"], message["host"], message["traceback"].strip()
-        if rank is None:
-            rank = message["first"]  # the caller has failed, and stands for its first rank
-        outcome = of_error(rank, host, 0, from_json(message), trace, message["time"])
         with suppress(OSError):
-            self._pipe.send(replace(outcome, is_secondary=message["is_secondary"]))
+            self._pipe.send(Outcome(failure.rank, failure=failure))

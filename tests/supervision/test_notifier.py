@@ -1,4 +1,4 @@
-"""Ranks hear of news by a bell, and leave the store alone where there is none."""
+"""Ranks are notified of news, and leave the store alone where there is none."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from distwrap.launch import store_file
 from distwrap.network import stores
 from distwrap.network.stores import client_of
 from distwrap.network.waiting import wait_until
-from distwrap.supervision import bells as bells_module
+from distwrap.supervision import notifier as notifier_module
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.bells import Bells
-from distwrap.supervision.board import Board
 from distwrap.supervision.channel import TICK_SECONDS, Channel
 from distwrap.supervision.notes import RankNotes, read_note
+from distwrap.supervision.notifier import Notifier
+from distwrap.supervision.shared_status import SharedStatus
 from tests.clock import FastClock
 from tests.slow import nightly
 
@@ -59,16 +59,16 @@ def _clients(server: TCPStore, number: int) -> list[Any]:
 
 
 @pytest.fixture
-def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TCPStore, str], list[Bells]]]:
-    """Makes the bells of ranks, each on the node of its name."""
-    made: list[Bells] = []
+def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TCPStore, str], list[Notifier]]]:
+    """Makes the notifier of ranks, each on the node of its name."""
+    made: list[Notifier] = []
     served: list[TCPStore] = []
 
-    def make(server: TCPStore, names: str) -> list[Bells]:
+    def make(server: TCPStore, names: str) -> list[Notifier]:
         served.append(server)  # which must live as long
         for rank, (client, name) in enumerate(zip(_clients(server, len(names)), names, strict=True)):
-            monkeypatch.setattr(bells_module, "node", lambda name=name: name)
-            made.append(Bells(client, Placement(rank, len(names), master_addr="127.0.0.1")))
+            monkeypatch.setattr(notifier_module, "node", lambda name=name: name)
+            made.append(Notifier(client, Placement(rank, len(names), master_addr="127.0.0.1")))
         return made
 
     yield make
@@ -111,7 +111,7 @@ def test_a_quiet_rank_leaves_the_store_alone() -> None:
     for place in places:
         server.set(f"run/here/{place.rank}", '{"node": "another"}')
     rings = [
-        Bells(Counting(client, asked), place, clock)  # type: ignore[arg-type]
+        Notifier(Counting(client, asked), place, clock)  # type: ignore[arg-type]
         for client, place in zip(_clients(server, 4), places, strict=True)
     ]
     channels = [Channel(each, place, Activity(None), False, 60, b"") for each, place in zip(rings, places, strict=True)]
@@ -131,43 +131,43 @@ def test_a_quiet_rank_leaves_the_store_alone() -> None:
     assert 0 < quiet <= 4 * (20 / 4 + 1), asked  # each of four says once in four seconds where it is
 
 
-def test_news_reach_other_nodes(on_nodes: Callable[[TCPStore, str], list[Bells]]) -> None:
+def test_news_reach_other_nodes(on_nodes: Callable[[TCPStore, str], list[Notifier]]) -> None:
     """A ring is heard on the same node and on others, by all or by the one rank that it is for, and once."""
     ranks = on_nodes(_serve(), "aabb")
-    ranks[0].ring_all()
-    assert all(wait_until(rank.heard, 5) for rank in ranks)
-    before = [rank.heard() for rank in ranks]
-    ranks[0].ring(2)
-    assert wait_until(lambda: ranks[2].heard() > before[2], 5)
-    after = [rank.heard() for rank in ranks]
+    ranks[0].notify_all()
+    assert all(wait_until(rank.wakeups, 5) for rank in ranks)
+    before = [rank.wakeups() for rank in ranks]
+    ranks[0].notify(2)
+    assert wait_until(lambda: ranks[2].wakeups() > before[2], 5)
+    after = [rank.wakeups() for rank in ranks]
     assert after[:2] == before[:2]
     time.sleep(0.3)
-    assert [rank.heard() for rank in ranks] == after
+    assert [rank.wakeups() for rank in ranks] == after
 
 
-def test_the_mail_of_a_node_outlives_who_waits_for_it(on_nodes: Callable[[TCPStore, str], list[Bells]]) -> None:
+def test_the_mail_of_a_node_outlives_who_waits_for_it(on_nodes: Callable[[TCPStore, str], list[Notifier]]) -> None:
     """When the rank that waits for its node's mail leaves, another of the node does from then on."""
     elsewhere, first, second = on_nodes(_serve(), "abb")
     first.close()
     assert not first._waiter.is_alive()
     second.listen()
-    heard = second.heard()
-    elsewhere.ring(2)
-    assert wait_until(lambda: second.heard() > heard, 5)
+    heard = second.wakeups()
+    elsewhere.notify(2)
+    assert wait_until(lambda: second.wakeups() > heard, 5)
 
 
 def test_a_ring_while_a_rank_looks_is_not_lost() -> None:
     """Whoever reads the bell takes the ring away before it looks, from whichever thread."""
-    board = Board(ranks=2)
+    board = SharedStatus(ranks=2)
     assert board.take(1) == (False, False)
-    board.ring(1)
+    board.notify(1)
     board.ask(0)
     assert (board.take(0), board.take(1), board.take(1)) == ((True, True), (True, False), (False, False))
 
 
 def test_texts_are_read_whole() -> None:
     """A text that is replaced is read as it was or as it is; one that is too long is refused."""
-    board = Board(ranks=3, texts=True)
+    board = SharedStatus(ranks=3, texts=True)
 
     def write() -> None:
         for number in range(20_000):
@@ -185,7 +185,7 @@ def test_texts_are_read_whole() -> None:
 
 def test_a_text_that_was_written_over_while_it_was_read() -> None:
     """However often the writer came back meanwhile: what is half one text and half another is read again."""
-    board = Board(texts=True)
+    board = SharedStatus(texts=True)
     board.write(0, {"seen": [1, 2, 3]})
     memory = board._memory
     place = memory.find(b"1")
@@ -200,8 +200,8 @@ def test_a_board_that_is_full() -> None:
     """What a rank notes of many loaders leaves room for where it is, of which the store is to hold nothing."""
     with store_file.place() as path:
         store, here = PrefixStore("run", FileStore(path)), [1.0, ["barrier", "train.py:8"]]
-        bells, number = Bells(store, Placement(0, 2)), 0
-        notes = RankNotes(bells, rank=0)
+        notifier, number = Notifier(store, Placement(0, 2)), 0
+        notes = RankNotes(notifier, rank=0)
         while notes.write_on_board(f"note/{number}", "x"):
             number += 1
         size = os.stat(path).st_size
@@ -215,8 +215,8 @@ def test_a_board_that_is_full() -> None:
         assert notes.read_on_board("note/1", 0) == (None, True)
         notes.write("seen", 20_000 * "z")
         assert read_note(store, "seen", 0) == 20_000 * "z"
-        bells.close()
-        del store, bells, notes
+        notifier.close()
+        del store, notifier, notes
 
 
 class StopsBeforeTheByte:
@@ -236,7 +236,7 @@ class StopsBeforeTheByte:
 
 def test_a_writer_that_is_killed_midway() -> None:
     """What it has said before stays, until what comes next is there whole."""
-    board = Board(ranks=3, texts=True)
+    board = SharedStatus(ranks=3, texts=True)
     board.write(2, {"seen": 1})
     memory, board._memory = board._memory, StopsBeforeTheByte(board._memory)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
@@ -266,7 +266,7 @@ def test_no_memory_is_taken_for_a_board_that_is_none(name: str, said: str, owner
     try:
         client.set(f"board/{node()}", json.dumps([1, f"/proc/{os.getpid()}/fd/{fd}", said]))
         client.set("boxes", "1")
-        Bells(client, Placement(1, 2, master_addr="127.0.0.1")).close()
+        Notifier(client, Placement(1, 2, master_addr="127.0.0.1")).close()
         assert (os.fstat(fd).st_size > 0) is is_board
     finally:
         os.close(fd)
@@ -281,10 +281,10 @@ def test_nothing_is_held_open_after_the_end(held: bool) -> None:
             before = len(os.listdir("/proc/self/fd"))
             for run in range(5):
                 store = PrefixStore(str(run), FileStore(path) if held else HashStore())
-                bells = Bells(store, Placement(0, 2))
-                assert bells.is_held == held
-                bells.close()
-                del store, bells
+                notifier = Notifier(store, Placement(0, 2))
+                assert notifier.is_held == held
+                notifier.close()
+                del store, notifier
             assert len(os.listdir("/proc/self/fd")) == before
     finally:
         gc.enable()

@@ -1,7 +1,7 @@
-"""Bells: a rank that has news for another rings it, so that no rank has to look at the store again and again.
+"""Notifier: a rank that has news for another notifies it, so that no rank has to look at the store again and again.
 
 Ranks of one node share a board. Where ranks are elsewhere too, each board has a mailbox in the store, a key for which
-one of its ranks waits, which costs the store nothing; that rank then rings the bells of the board.
+one of its ranks waits, which costs the store nothing; that rank then notifies the ranks of the board.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ from distwrap.environments.identity import node
 from distwrap.network import memory_file
 from distwrap.network.keys import count, find, read, set_all
 from distwrap.network.waiting import Clock, Found, wait_until
-from distwrap.supervision.board import BOARD, Board, held
+from distwrap.supervision.shared_status import BOARD, SharedStatus, held
 from distwrap.versions import STORES_CLONE
 
 _NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
@@ -29,13 +29,13 @@ _CLOSE_SECONDS = 10.0  # for a thread in the store's native code to come out of 
 _POLL_SECONDS = 1.0  # between looks at the mailbox where the store cannot be waited for, and after it was lost
 
 
-class Bells:
-    """This rank's bell, and the way to those of the others.
+class Notifier:
+    """This rank's wake-ups, and the way to notify the others.
 
     Args:
         store: the ranks', a client of its own.
         placement: this rank's place.
-        clock: the clock by which this rank waits to be rung.
+        clock: the clock by which this rank waits to be notified.
 
     Attributes:
         store: the ranks'.
@@ -46,7 +46,7 @@ class Bells:
 
     def __init__(self, store: Store, placement: Placement, clock: Clock = time) -> None:
         self.store, self._rank, self._ranks, self.clock = store, placement.rank, placement.world_size, clock
-        self._heard, self._asked, self._lock, self._stopped = 0, False, threading.Lock(), threading.Event()
+        self._wakeups, self._asked, self._lock, self._stopped = 0, False, threading.Lock(), threading.Event()
         self._fd = -1
         self._waiter: threading.Thread | None = None  # until it starts it would hold this object, and so the store
         board = held(store, placement.world_size)
@@ -58,7 +58,7 @@ class Bells:
             store.set(f"box/{self._rank}", str(self._box))
             self.listen()
 
-    def _share_board(self, world_size: int) -> tuple[Board, int]:
+    def _share_board(self, world_size: int) -> tuple[SharedStatus, int]:
         """Return the board of this node's ranks, made by the first that comes, and the number of its mailbox."""
         key = f"board/{node()}"
         box = 0
@@ -68,28 +68,28 @@ class Bells:
                 self._fd = memory_file.make(name)
                 mine = json.dumps([box, memory_file.path_of(self._fd), name])
                 if self.store.compare_set(key, "", mine).decode() == mine:
-                    return Board(self._fd, world_size, texts=True), box
+                    return SharedStatus(self._fd, world_size, texts=True), box
                 os.close(self._fd)
                 self._fd = -1
             with suppress(OSError, TypeError, ValueError, AttributeError):  # it may be gone, or another user's
                 box, path, name = json.loads(read(self.store, key))
                 if name.startswith(BOARD):
                     self._fd = memory_file.open_own(path, name)
-                    return Board(self._fd, world_size, texts=True), box
-        return Board(ranks=world_size), int(self.store.add("boxes", 1))
+                    return SharedStatus(self._fd, world_size, texts=True), box
+        return SharedStatus(ranks=world_size), int(self.store.add("boxes", 1))
 
     @property
     def is_shared(self) -> bool:
         """Whether other processes can see the board."""
         return self.is_held or self._fd >= 0
 
-    def heard(self) -> int:
-        """Return how often this rank was rung."""
+    def wakeups(self) -> int:
+        """Return how often this rank was notified."""
         with self._lock:
-            rung, asked = self.board.take(self._rank)
-            self._heard += rung
+            notified, asked = self.board.take(self._rank)
+            self._wakeups += notified
             self._asked = self._asked or asked
-            return self._heard
+            return self._wakeups
 
     def take_question(self) -> bool:
         """Return whether another process asks where all ranks are; true once for each question."""
@@ -100,7 +100,7 @@ class Bells:
     def wait_until(
         self, find: Callable[[], Found], seconds: float, give_up: Callable[[], bool] = lambda: False
     ) -> Found:
-        """Call a function at once, and again when this rank is rung, until what it returns is true; return that.
+        """Call a function at once, and again when this rank is notified, until what it returns is true; return that.
 
         Args:
             find: called once more after the time limit.
@@ -109,25 +109,25 @@ class Bells:
         """
         deadline = self.clock.monotonic() + seconds
         while True:
-            heard, over = self.heard(), self.clock.monotonic() >= deadline or give_up()
+            before, over = self.wakeups(), self.clock.monotonic() >= deadline or give_up()
             if (found := find()) or over:
                 return found
             left = deadline - self.clock.monotonic()
-            wait_until(lambda: self.heard() != heard or give_up(), left, clock=self.clock)  # noqa: B023
+            wait_until(lambda: self.wakeups() != before or give_up(), left, clock=self.clock)  # noqa: B023
 
-    def ring(self, rank: int) -> None:
+    def notify(self, rank: int) -> None:
         """Let a rank look for news."""
         box = 0 if self.is_held else int(read(self.store, f"box/{rank}") or -1)  # or it looks once it is there
         if box == self._box:
-            self.board.ring(rank)
+            self.board.notify(rank)
         elif box > 0:
             self.store.set(f"mail/{box}", "")
 
-    def ring_all(self) -> None:
+    def notify_all(self) -> None:
         """Let all ranks look for news."""
-        self.board.ring_all()
+        self.board.notify_all()
         if not self.is_held:
-            ring_boxes(self.store, self._ranks, besides=self._box)
+            notify_boxes(self.store, self._ranks, besides=self._box)
 
     def listen(self) -> None:
         """Wait for the board's mail from now on, until this process ends, unless another rank of the board does."""
@@ -151,7 +151,7 @@ class Bells:
             os.close(self._fd)
             self._fd = -1
         # The map of the board holds a descriptor, until the collector comes to this object.
-        self.is_held, self.board = False, Board(ranks=self._ranks)
+        self.is_held, self.board = False, SharedStatus(ranks=self._ranks)
 
     def _wait_for_mail(self) -> None:
         mail, client = f"mail/{self._box}", None
@@ -169,19 +169,19 @@ class Bells:
                 self.store.delete_key(mail)
             except RuntimeError:  # the store is gone, which each rank finds as it looks
                 waits = False
-            self.board.ring_all()
+            self.board.notify_all()
 
 
-def ring_from_outside(store: Store, ranks: int) -> None:
+def notify_from_outside(store: Store, ranks: int) -> None:
     """Let all ranks look for news, in a process that is none of them."""
     board = held(store, ranks)
     if board is not None:
-        board.ring_all()
+        board.notify_all()
     else:
-        ring_boxes(store, ranks)
+        notify_boxes(store, ranks)
 
 
-def ring_boxes(store: Store, ranks: int, besides: int = 0) -> None:
-    """Ring the ranks of all boards but one."""
+def notify_boxes(store: Store, ranks: int, besides: int = 0) -> None:
+    """Notify the ranks of all boards but one."""
     boxes = min(count(store, "boxes"), 2 * ranks)  # as many as ranks can have made, whatever the store says
     set_all(store, {f"mail/{box}": "" for box in range(1, boxes + 1) if box != besides})

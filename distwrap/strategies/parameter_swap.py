@@ -18,10 +18,10 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.live_objects import instances
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies import shards
-from distwrap.strategies.optimizer_share import refuse_whole
+from distwrap.strategies.optimizer_scope import refuse_whole
 
 
-class Replacement:
+class ParameterSwap:
     """Parameters of a model that a strategy has replaced; optimizers that hold them take over the new ones.
 
     Any other use of an old parameter raises an error, and its memory is freed.
@@ -131,7 +131,7 @@ class StepListener(Protocol):
         """Act before the first step of an optimizer that holds tensors with these ids."""
 
 
-class Adoption(RunPart):
+class OptimizerSync(RunPart):
     """Check of each optimizer of divided parameters before its first step.
 
     Attributes:

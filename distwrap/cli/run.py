@@ -1,0 +1,66 @@
+"""``distwrap run``: a script that calls the helpers, on ranks that are started as those of a decorated function."""
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from distwrap.cli.simulate import add_script, arguments_of_script
+from distwrap.decorator import distributed
+from distwrap.errors import DistwrapError, OptionError
+from distwrap.options import DECLARATIONS, from_text
+from distwrap.tracebacks import as_text
+
+_SHORT = {"nprocs": ["-n"]}
+
+
+def add_arguments(commands: Any) -> None:
+    """Add the command's parser, with each option of the decorator that a word can say."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "run",
+        description="Run a script on several ranks as @distributed runs a function: what it calls of distwrap finds "
+        "the ranks, and a rank that fails, or for which others wait, is named. Exit code: the script's own, 1 where a "
+        "rank has failed, 2 where nothing could be started.",
+    )
+    for name, declared in DECLARATIONS.items():
+        if declared.text is not None:
+            words = [*_SHORT.get(name, []), f"--{name.replace('_', '-')}"]
+            parser.add_argument(*words, metavar="X", help=declared.line.replace("%", "%%"))
+    add_script(parser)
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the script; return 1 if a rank has failed.
+
+    Raises:
+        OptionError: there is no such script, or an option is wrong.
+        SystemExit: a rank has left the script with an exit code that is not 0.
+    """
+    if not Path(given.script).is_file():
+        raise OptionError(f"there is no script {given.script}")
+    words, texts = arguments_of_script(given), {name: getattr(given, name, None) for name in DECLARATIONS}
+    options: dict[str, Any] = {
+        name: from_text(f"--{name}", name, text) for name, text in texts.items() if text is not None
+    }
+    call = distributed(as_main).options(**options)
+    try:
+        with (  # which ranks of all launchers have from here
+            mock.patch.object(sys, "argv", [given.script, *words]),
+            mock.patch.object(sys, "path", [str(Path(given.script).resolve().parent), *sys.path]),
+        ):
+            call(given.script)
+    except Exception as error:
+        if isinstance(error, DistwrapError) and error.__cause__ is None:
+            raise  # no rank's: nothing was started
+        sys.stdout.flush()
+        print(as_text(error), end="", file=sys.stderr)
+        return 1
+    return 0
+
+
+def as_main(script: str) -> None:
+    """Run a script on this rank, as Python would."""
+    runpy.run_path(script, run_name="__main__")
