@@ -31,7 +31,6 @@ ALLOWED = {
     ("launch/logs.py", "sys.stdout"): _STREAMS,
     ("launch/logs.py", "sys.stderr"): _STREAMS,
     ("launch/server.py", "sys.stdin"): _STREAMS,
-    ("launch/settings.py", "attrgetter(owner)(torch)"): "torch's switches, as torch.backends.cudnn.benchmark",
     ("launch/signals.py", "sys.excepthook"): _HOOK,
     ("model/forward_routing.py", "module.forward"): "gives a module of the user's its own forward back",
     (
