@@ -27,10 +27,10 @@ from table import Row, report
 
 from distwrap.environments import Placement
 from distwrap.network import stores
-from distwrap.supervision import notifier, failure_news, stall_detection
+from distwrap.supervision import failure_news, stall_detection
 from distwrap.supervision.activity import Activity
-from distwrap.supervision.notifier import Notifier
 from distwrap.supervision.channel import TICK_SECONDS, Channel
+from distwrap.supervision.notifier import Notifier
 
 PROCESSES = 4
 A_NODE = 8

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from sharded_ranks import Prepared, Ways, adamw, rank_main, distwrap_way, torch_ddp, torch_fsdp2, torch_zero
+from sharded_ranks import Prepared, Ways, adamw, distwrap_way, rank_main, torch_ddp, torch_fsdp2, torch_zero
 from torch import nn
 
 STAGES = (1, 2, 3)

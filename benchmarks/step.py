@@ -27,8 +27,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from distwrap import distributed, rank, rank_generator, shard_loader, wrap_model
 from distwrap.group.world import current_world
-from distwrap.model import in_sync
-from distwrap.model.optimizers import Optimizers
+from distwrap.model.checks.in_sync import fingerprints
+from distwrap.model.checks.optimizers import Optimizers
+from distwrap.model.wrapped_models import gradients_of
 
 Taken = dict[str, dict[str, Samples]]
 BATCH = 64
@@ -210,7 +211,7 @@ def compared_step(rounds: int, calls: int) -> dict[str, Samples]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = _step(model, x, y, optimizer)
     step()  # at its first step an optimizer is looked at
-    optimizers, watch = current_world().part(Optimizers), model._distwrap.gradients.watch
+    optimizers, watch = current_world().part(Optimizers), gradients_of(model).watch
 
     def hooks() -> None:
         watch.average()
@@ -230,11 +231,10 @@ def look(rounds: int, width: int) -> dict[str, Samples]:
     """Time what one comparison of width^2 weights costs, beside a step of them."""
     model: Any = wrap_model(nn.Linear(width, width, bias=False))
     x, y = torch.randn(BATCH, width, generator=rank_generator(0)), torch.randint(width, (BATCH,))
-    watch = model._distwrap.gradients.watch
+    watch = gradients_of(model).watch
 
     def one() -> None:
-        held = watch.held()
-        in_sync.marks(held, in_sync.numbers_of(held))
+        fingerprints(watch.held())
 
     return in_turns({"step": per_call(_step(model, x, y), 1), "look": per_call(one, 1)}, rounds)
 

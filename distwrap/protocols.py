@@ -49,7 +49,7 @@ class Layout:
     mesh: Any = None
 
 
-class Held(NamedTuple):
+class ComparedTensor(NamedTuple):
     """A tensor of a model on this rank, for the proof that ranks are in sync.
 
     Attributes:
@@ -207,7 +207,7 @@ class StateLayout(ABC):
         return None
 
     @abstractmethod
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         """Return the tensors that must be equal on all ranks with the same part, for the comparison.
 
         By default these are all tensors of a model that every rank has as a whole, or by `holders`, and none of another

@@ -24,7 +24,7 @@ from distwrap.data.loader import next_epoch, shard_loader
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.model import TransparentModule
-from distwrap.model.optimizers import Optimizers
+from distwrap.model.checks.optimizers import Optimizers
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
 from distwrap.strategies import Strategy, wrap_model, wrap_optimizer

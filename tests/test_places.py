@@ -123,5 +123,5 @@ def test_where_an_optimizer_was_made() -> None:
         "        optimizer.step()\n"
     )
     told = failure_of(cell.forgets, ModelError)
-    assert "this SGD, made at cell 7, line 3, is about to step" in told
+    assert "this SGD, made at cell 7, line 3, steps" in told
     assert re.search(r"  cell 7, line 6, in forgets\n    optimizer.step\(\)\n", told)

@@ -16,7 +16,7 @@ from distwrap.errors import CheckpointError, OptionError
 from distwrap.group.collective_guard import CollectiveGuard, check_collectives_allowed
 from distwrap.group.failures import is_secondary
 from distwrap.group.world import current_world
-from distwrap.model.drift import Drift
+from distwrap.model.checks.drift import Drift
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
 from distwrap.stopwatch import Part

@@ -29,7 +29,7 @@ from distwrap.devices.selection import visible_devices
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
 from distwrap.group.failures import is_secondary
-from distwrap.model.in_sync import Held, fingerprints, first_difference, left_to_ranks
+from distwrap.model.checks.in_sync import ComparedTensor, fingerprints, first_difference, left_to_ranks
 from distwrap.nesting import rebuilt
 
 
@@ -79,7 +79,7 @@ class ShardedIO:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         own = {name: value for name, value in tensors.items() if not isinstance(value, DTensor)}
-        marks = {mark[0]: mark[1] for mark in fingerprints([Held(name, "", value) for name, value in own.items()])}
+        marks = {one[0]: one[1] for one in fingerprints([ComparedTensor(key, "", part) for key, part in own.items()])}
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, marks, group=self._group)
         for name in own if dist.get_rank() else ():
@@ -169,10 +169,10 @@ def check_parts(parts: dict[str, Any], thing: Any, strategy: str) -> dict[str, A
     """
     tensors = separated(parts, lambda leaf: (leaf, leaf))[1].items()
     own = left_to_ranks(thing) if isinstance(thing, nn.Module) else set()  # for which any rank's value will do
-    nothing = torch.empty(0)  # pieces are compared only by name and whole size
+    empty = torch.empty(0)  # pieces are compared only by name and whole size
     held = [
-        Held(f"{name} {tuple(value.shape)}", "", nothing if isinstance(value, DTensor) or name in own else value)
-        for name, value in tensors
+        ComparedTensor(f"{name} {tuple(part.shape)}", "", empty if isinstance(part, DTensor) or name in own else part)
+        for name, part in tensors
     ]
     difference = first_difference(gather_object(fingerprints(held)))
     if difference is not None:

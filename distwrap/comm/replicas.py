@@ -16,7 +16,7 @@ from distwrap.comm.base import Bucket, Link, option
 from distwrap.comm.compressed import Cast, Codec, CompressedMean, MinMax8, Sign
 from distwrap.comm.weights import FlatWeights, WeightAlgorithm, WeightExchange
 from distwrap.errors import OptionError
-from distwrap.model.in_sync import Held
+from distwrap.model.checks.in_sync import ComparedTensor
 
 
 class _LocalSGD(WeightExchange["LocalSGD"]):
@@ -257,7 +257,7 @@ class _DiLoCo(WeightExchange["DiLoCo"]):
         fragment.future = None
         turn = self.steps // self.algorithm.sync_every
         if turn & (turn - 1) == 0:
-            held = Held("the weights of the last outer step", "", fragment.anchor)
+            held = ComparedTensor("the weights of the last outer step", "", fragment.anchor)
             self.compare(f"after step {self.steps}, part {self._fragments.index(fragment)},", [held])
 
     def settle(self) -> None:

@@ -28,9 +28,8 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, active_world, current_world, say
 from distwrap.model.buffers import let_buffers_differ, sync_buffers
-from distwrap.model.comparison import Comparison
+from distwrap.model.checks.in_sync import ComparedTensor, Comparison
 from distwrap.model.distributed import DistributedModel
-from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, handle_of, parameters_of, under_ddp
 from distwrap.precision import LossScaling
@@ -177,7 +176,7 @@ class WeightExchange(Exchange[W]):
         if held and not self._stepped and self.steps >= self.algorithm.warmup_steps:
             if not self._begun:
                 self._begun = True
-                weights = [Held(name, "", parameter) for name, parameter in self._named]
+                weights = [ComparedTensor(name, "", parameter) for name, parameter in self._named]
                 self.compare(f"before step {self.steps + 1}", weights)
                 self.begin()
             self.before_step()
@@ -201,7 +200,7 @@ class WeightExchange(Exchange[W]):
             self._comparison.advance()
         self._tell_model()
 
-    def compare(self, position: str, held: list[Held]) -> None:
+    def compare(self, position: str, held: list[ComparedTensor]) -> None:
         """Compare tensors that must be equal on all ranks at a position; does not wait for other ranks."""
         if self._comparison is not None:
             self._comparison.publish(position, held)

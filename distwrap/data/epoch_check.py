@@ -18,7 +18,7 @@ from distwrap._internals.torch_tree import tree_leaves
 from distwrap.data.position import Position
 from distwrap.errors import LoaderError
 from distwrap.group.world import say
-from distwrap.model.fingerprints import fingerprint
+from distwrap.model.checks.in_sync import fingerprint
 from distwrap.seeding import mix
 from distwrap.supervision.channel import Channel
 from distwrap.wording import named_ranks

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distwrap.group.world import RunPart, World, say_once
-from distwrap.model.optimizers import Optimizers
+from distwrap.model.checks.optimizers import Optimizers
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.places import place
 from distwrap.supervision.activity import Activity

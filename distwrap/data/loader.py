@@ -27,8 +27,8 @@ from distwrap.data.sharded import Item, ShardedLoader, innermost, is_torchs, onl
 from distwrap.data.sharding import Sharding
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world
-from distwrap.model.optimizers import Optimizers
-from distwrap.model.same_inputs import SameInputs
+from distwrap.model.checks.optimizers import Optimizers
+from distwrap.model.checks.same_inputs import SameInputs
 from distwrap.seeding import mix
 from distwrap.supervision.activity import Activity
 

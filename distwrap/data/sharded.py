@@ -25,7 +25,7 @@ from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit,
 from distwrap.devices.transfer import on_device
 from distwrap.errors import LoaderError
 from distwrap.group.world import active_world, current_world
-from distwrap.model.by_hand import ByHand
+from distwrap.model.checks.unwrapped import Unwrapped
 from distwrap.seeding import preserved
 from distwrap.supervision.activity import Activity
 
@@ -97,7 +97,7 @@ class ShardedLoader(SkippingLoader[T_co]):
         if sharding.sampler is None:
             batches = self._remembering(batches)
         if sharding.world_size > 1 and world.tells_others:
-            batches = world.part(ByHand).first_batches(iter(batches))
+            batches = world.part(Unwrapped).first_batches(iter(batches))
         return position.count(self.read_on(batches, skipped), skipped)
 
     def _same_epoch(self) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from torch import nn
 
 from distwrap.group.world import current_world, say
 from distwrap.launch.task import Task
-from distwrap.model.optimizers import Optimizers
+from distwrap.model.checks.optimizers import Optimizers
 from distwrap.model.wrapped_models import WrappedModels
 
 

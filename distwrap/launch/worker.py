@@ -31,8 +31,8 @@ from distwrap.launch import transport
 from distwrap.launch.callers_models import given_models, say_what_stays
 from distwrap.launch.outcome import CleanExit, Outcome, OutcomeFolder, failure, success
 from distwrap.launch.task import Assignment, Task
-from distwrap.model import diagnosis
-from distwrap.model.optimizers import Optimizers
+from distwrap.model.checks import diagnosis
+from distwrap.model.checks.optimizers import Optimizers
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.registry import strategies
 from distwrap.retrofit import Retrofitted

@@ -12,12 +12,11 @@ from weakref import ref
 import torch
 from torch import nn
 
-from distwrap._internals.torch import norm_classes
 from distwrap.checks import one_of
 from distwrap.devices.kinds import SideStream
 from distwrap.group.collectives import broadcast, reduce
 from distwrap.group.world import current_world, say
-from distwrap.model.fingerprints import fingerprint
+from distwrap.model.checks.in_sync import fingerprint, statistics_of
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import Handle, WrappedModels
 from distwrap.supervision.activity import Activity
@@ -191,16 +190,6 @@ def _buffers_of(net: nn.Module) -> list[Buffers]:
 def _handles_of(net: nn.Module) -> list[Handle]:
     handles = current_world().part(WrappedModels).handles
     return [handle for model, handle in handles.items() if unwrap_model(model) is net]
-
-
-def statistics_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that are a norm's running statistics, and differ between ranks while training."""
-    return {
-        f"{prefix}.{key}" if prefix else key: value
-        for prefix, part in model.named_modules()
-        if isinstance(part, norm_classes())
-        for key, value in part.named_buffers(recurse=False)
-    }
 
 
 def _others(model: nn.Module) -> dict[str, torch.Tensor]:

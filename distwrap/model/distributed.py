@@ -1,7 +1,6 @@
 """Wrapped models: in one process, under DDP, or trained alone. What can be decided is decided when wrapping."""
 
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -13,13 +12,14 @@ from torch.nn.parallel.parallel_apply import parallel_apply
 from distwrap._internals.torch import DDPSteps, import_compiler
 from distwrap.errors import ModelError
 from distwrap.group.world import say_once
-from distwrap.model import diagnosis
-from distwrap.model.buffers import Buffers, statistics_of
+from distwrap.model.buffers import Buffers
+from distwrap.model.checks import diagnosis
+from distwrap.model.checks.in_sync import statistics_of
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
 from distwrap.model.gradients import Average, Gradients
-from distwrap.model.proxy import ModelProxy
-from distwrap.model.wrapped_models import handle_of
+from distwrap.model.wrapped_models import ModelProxy, handle_of
 from distwrap.precision import InPrecision
+from distwrap.protocols import Wrapping
 
 
 class LocalRouting(Routing):
@@ -27,16 +27,10 @@ class LocalRouting(Routing):
 
     def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
         super().__init__(module, in_precision, forward_methods)
-        self._plain = in_precision.is_plain and in_precision.device.type == "cpu"
-        self.forward = module if self._plain else in_precision(self._locally)
+        self.forward = module if self._plain else self._placed(module)
 
-    def looked_up(self, name: str, method: MethodType) -> Callable[..., Any]:
-        """Return what is called for a method: where there is nothing to do, the method itself."""
-        return method if self._plain else super().looked_up(name, method)
-
-    def _locally(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._moved((args, kwargs))
-        return self.module(*args, **kwargs)
+    def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        return method if self._plain else super()._routed(name, method)
 
 
 class LocalModel(ModelProxy):
@@ -51,6 +45,9 @@ class DataParallelRouting(Routing):
     ) -> None:
         super().__init__(module, in_precision, forward_methods)
         self.forward = self.inner = _DataParallelInPrecision(module, in_precision, device_ids)
+
+    def looked_up(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        return (self.dressed or self.forward) if name == "forward" else super().looked_up(name, method)
 
     def _moved(self, arguments: Any, objects: Literal["changed", "left"] = "changed") -> Any:
         return arguments  # which DataParallel divides among the devices
@@ -102,12 +99,6 @@ class AveragingModel(DDPSteps):
         # The module stands here beside its place among the children, where each look-up costs a microsecond.
         self.__dict__.update(module=module, needs_outputs=needs_outputs)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if type(value) is bool and name in self.__dict__:
-            self.__dict__[name] = value  # as DDP does in every forward, where a module's way takes microseconds
-        else:
-            super().__setattr__(name, value)
-
     def begin(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Do what DDP does before the model's forward with gradients on, and return that forward's arguments."""
         gradients, watch = self.gradients, self.gradients.watch
@@ -140,7 +131,16 @@ class AveragingModel(DDPSteps):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what torch's ``Join`` does for a rank that is out of data, and when all are."""
-        return _Joined(super().join_hook(**kwargs), self.gradients)  # type: ignore[no-untyped-call]
+        hook: Any = super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        end, gradients = hook.post_hook, self.gradients
+
+        def post_hook(is_last_joiner: bool) -> None:
+            end(is_last_joiner)
+            if gradients.watch is not None:  # all ranks are together again
+                gradients.watch.begin_generation()
+
+        hook.post_hook = post_hook
+        return hook  # type: ignore[no-any-return]
 
 
 class DistributedRouting(Routing):
@@ -150,27 +150,20 @@ class DistributedRouting(Routing):
 
     Args:
         inner: torch's wrapper.
-        in_precision: how to compute, and on which device its inputs must be.
-        forward_methods: which methods may be routed.
-
-    Attributes:
+        wrapping: precision, device and methods.
         buffers: those of a `DistributedModel`.
         gradients: the watch over them.
     """
 
-    buffers: Buffers | None
-    gradients: Gradients
+    inner: AveragingModel
 
-    def __init__(self, inner: AveragingModel, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
-        super().__init__(inner.module, in_precision, forward_methods)
-        self.inner = inner
-        self._plain = in_precision.is_plain and in_precision.device.type == "cpu"
+    def __init__(
+        self, inner: AveragingModel, wrapping: Wrapping, buffers: Buffers | None, gradients: Gradients
+    ) -> None:
+        super().__init__(inner.module, wrapping.in_precision, wrapping.forward_methods)
+        self.inner, self.buffers, self.gradients = inner, buffers, gradients
         if not self._plain:
-            self.forward = in_precision(self._forward_there)  # type: ignore[method-assign]
-
-    def _forward_there(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._moved((args, kwargs))
-        return DistributedRouting.forward(self, *args, **kwargs)
+            self.forward = self._placed(self.forward)  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; with gradients on, between DDP's steps."""
@@ -226,12 +219,19 @@ class DistributedRouting(Routing):
                 gradients.repeat(output)
         return self._in_precision.outputs(output) if call.begun or call.prepared else output
 
-    def check_place(self) -> None:
-        self.gradients.check_place()
-
-    def release(self, wrapper: Any) -> None:
-        methods = "auto" if self._forward_methods is None else self._forward_methods
-        wrapper._distwrap_go_through(LocalRouting(self.module, self._in_precision, methods), LocalModel)
+    def train(self, mode: bool, *, pauses: bool) -> None:
+        if pauses and self.buffers is not None:
+            self.buffers.pause(waits=not self.inner.trains_alone)
+        elif pauses and self.inner.broadcast_buffers and statistics_of(self.model):
+            say_once(
+                "own statistics",
+                f"eval() sees this rank's own running statistics of {type(self.model).__name__}: here DDP takes "
+                "over rank 0's in forwards with gradients alone. Call sync_buffers(model) on all ranks before.",
+            )
+        if pauses and self.gradients.watch is not None:
+            self.gradients.watch.pause()
+        if mode:
+            self.gradients.check_place()
 
 
 class DistributedModel(ModelProxy, DistributedDataParallel):
@@ -239,8 +239,7 @@ class DistributedModel(ModelProxy, DistributedDataParallel):
 
     Args:
         module: the user's model, on its device.
-        in_precision: how to compute, and on which device its inputs must be.
-        forward_methods: which methods may be routed.
+        wrapping: precision, device and methods.
         buffers: by which the ranks take over rank 0's when training pauses; ``None`` where DDP is to broadcast them at
             each forward, or nobody.
         **ddp_kwargs: for ``DistributedDataParallel``.
@@ -248,56 +247,25 @@ class DistributedModel(ModelProxy, DistributedDataParallel):
 
     _distwrap_ddp: type[AveragingModel] = AveragingModel
 
-    def __init__(
-        self,
-        module: nn.Module,
-        in_precision: InPrecision,
-        forward_methods: ForwardMethods,
-        buffers: Buffers | None,
-        **ddp_kwargs: Any,
-    ) -> None:
+    def __init__(self, module: nn.Module, wrapping: Wrapping, buffers: Buffers | None, **ddp_kwargs: Any) -> None:
         import_compiler()
         inner = self._distwrap_ddp(module, buffers, **ddp_kwargs)
-        routing = DistributedRouting(inner, in_precision, forward_methods)
-        routing.buffers, routing.gradients = buffers, Gradients(self, inner)
-        inner.__dict__["gradients"] = routing.gradients
-        super().__init__(routing, gradients=routing.gradients, buffers=buffers)
+        inner.__dict__["gradients"] = gradients = Gradients(self, inner)
+        routing = DistributedRouting(inner, wrapping, buffers, gradients)
+        super().__init__(routing, gradients=gradients)
 
-    def train(self, mode: bool = True) -> Any:
-        """Set the training flag; when training pauses, take over rank 0's buffers."""
+    def _distwrap_moved(self) -> None:
+        self._distwrap_routing.gradients.check_place()
+
+    def _distwrap_release(self) -> None:
+        """Let go of the process group: from now on this is the wrapper of the bare model."""
         routing = self._distwrap_routing
-        pauses = self.training and not mode
-        super().train(mode)
-        if pauses and routing.buffers is not None:
-            routing.buffers.pause(waits=not routing.inner.trains_alone)
-        elif pauses and routing.inner.broadcast_buffers and statistics_of(routing.model):
-            say_once(
-                "own statistics",
-                f"eval() sees this rank's own running statistics of {type(routing.model).__name__}: here DDP takes "
-                "over rank 0's in forwards with gradients alone. Call sync_buffers(model) on all ranks before.",
-            )
-        if pauses and routing.gradients.watch is not None:
-            routing.gradients.watch.pause()
-        if mode:
-            routing.gradients.check_place()
-        return self
+        methods = "auto" if routing._forward_methods is None else routing._forward_methods
+        self._distwrap_go_through(LocalRouting(routing.module, routing._in_precision, methods), LocalModel)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         _refuse_change(self.module, fn)
         return super()._apply(fn, *args, **kwargs)
-
-
-class _Joined(JoinHook):
-    """DDP's own hook; when all ranks are together again, averages are counted anew."""
-
-    def __init__(self, hook: JoinHook, gradients: Gradients) -> None:
-        self._hook, self._gradients = hook, gradients
-        self.main_hook = hook.main_hook  # type: ignore[method-assign]
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._hook.post_hook(is_last_joiner)
-        if self._gradients.watch is not None:
-            self._gradients.watch.begin_generation()
 
 
 class AveragingReplica(AveragingModel):

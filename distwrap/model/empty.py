@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distwrap._internals.torch import watch_operators
-from distwrap._internals.torch_sharding import is_saved, reset_of
+from distwrap._internals.torch_sharding import reset_of
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.kinds import generators_kept
 from distwrap.errors import ModelError
@@ -105,8 +105,8 @@ def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = No
         torch.manual_seed(seed)
         for group in reversed(groups):  # what is inside of others first, as constructors do
             with _whole(group, device) as wholes:
-                for part in reversed(group):
-                    _reset(part)
+                for reset in filter(None, map(reset_of, reversed(group))):
+                    reset()
             for parameter, whole in wholes.items():
                 (copy or torch.Tensor.copy_)(parameter, whole.detach())
 
@@ -123,17 +123,15 @@ def drawn_seed() -> int:
 
 def _groups(net: nn.Module, drawn: dict[str, nn.Module]) -> list[list[nn.Module]]:
     """Return the modules that draw numbers, each by itself, or one that may draw others' too together with those."""
+    draw, placed = {id(part) for part in drawn.values()}, set[int]()
     groups: list[list[nn.Module]] = []
-    outer: str | None = None
-    for name, part in net.named_modules():
-        if outer is not None and (not outer or name.startswith(f"{outer}.")):
-            if name in drawn or _may_draw_inside(part):
-                groups[-1].append(part)
-            continue
-        outer = name if _may_draw_inside(part) else None
-        if outer is not None or name in drawn:
-            groups.append([part])
-    if outer == "":
+    for part in net.modules():
+        draws_inside = _may_draw_inside(part)
+        if id(part) not in placed and (draws_inside or id(part) in draw):
+            inside = list(part.modules()) if draws_inside else [part]
+            placed.update(map(id, inside))
+            groups.append([each for each in inside if id(each) in draw or _may_draw_inside(each)])
+    if _may_draw_inside(net):
         say_once(
             "drawn at once",
             f"init_empty(): reset_parameters() of {type(net).__name__} may draw the numbers of all modules inside of "
@@ -150,22 +148,14 @@ def _may_draw_inside(part: nn.Module) -> bool:
 
 def _make_room(net: nn.Module, device: torch.device) -> None:
     """Put a model on a device, where its parameters have no numbers yet, and its buffers those that they have."""
-    kept = [
-        (part, name, value)
-        for part in net.modules()
-        for name, value in part.named_buffers(recurse=False)
-        if not value.is_meta
-    ]
     tied: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in net.modules():
         for name, parameter in part.named_parameters(recurse=False):
             tied.setdefault(id(parameter), []).append((part, name))
-    net.to_empty(device=device)
+    net._apply(lambda value: torch.empty_like(value, device=device) if value.is_meta else value.to(device))  # type: ignore[no-untyped-call]
     for (first, own), *others in tied.values():  # each place has got a parameter of its own
         for part, name in others:
             setattr(part, name, getattr(first, own))
-    for part, name, value in kept:
-        part.register_buffer(name, value.to(device), is_saved(part, name))
 
 
 @contextmanager
@@ -184,12 +174,6 @@ def _whole(parts: list[nn.Module], device: torch.device | str) -> Iterator[dict[
         for part, name, value in own:
             wholes[value] = getattr(part, name)
             setattr(part, name, value)
-
-
-def _reset(part: nn.Module) -> None:
-    reset = reset_of(part)
-    assert reset is not None
-    reset()
 
 
 def _own(part: nn.Module) -> list[torch.Tensor]:

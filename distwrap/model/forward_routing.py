@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
 from threading import get_ident
-from types import MethodType
 from typing import Any, Literal
 from weakref import ref
 
@@ -42,12 +41,14 @@ class Routing:
         forward: runs the model's forward.
         dressed: what is called in its place, while something looks at calls or runs around them.
         inner: torch's wrapper, if there is one.
+        buffers: `Buffers` that ranks take over from rank 0 when training pauses, if there are any.
         method: which method is running.
     """
 
     forward: Callable[..., Any]
     dressed: Callable[..., Any] | None = None
     inner: Any = None
+    buffers: Any = None
     method: str = ""
 
     def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
@@ -55,6 +56,7 @@ class Routing:
         self._forward_methods = None if forward_methods == "auto" else frozenset(forward_methods)
         self._parts = {id(part) for part in self.model.modules()}
         self._in_precision = in_precision
+        self._plain = in_precision.is_plain and in_precision.device.type == "cpu"
         self._look: Callable[[Any], object] | None = None
         self._around: Around | None = None
 
@@ -85,18 +87,17 @@ class Routing:
 
         self.dressed = self._around(run) if self._around is not None else run if look is not None else None
 
-    def looked_up(self, name: str, method: MethodType) -> Callable[..., Any]:
-        """Return what is called for a method of the user's model."""
-        if self._forward_methods is not None and name not in self._forward_methods:
+    def looked_up(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called for a method of the user's model, of which ``forward`` is one."""
+        if self._forward_methods is not None and name not in self._forward_methods and name != "forward":
             return method
         routed = self._routed(name, method)
         return routed if self._around is None else self._around(routed)
 
-    def check_place(self) -> None:
-        """Refuse a model that a method has just moved, where it had to stay."""
-
-    def release(self, wrapper: nn.Module) -> None:
-        """Let go of the process group: from now on the wrapper is that of the bare model."""
+    def train(self, mode: bool, *, pauses: bool) -> None:
+        """Do what comes after the training flag was set; when training `pauses`, take over rank 0's buffers."""
+        if pauses and self.buffers is not None:
+            self.buffers.pause()
 
     def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -121,6 +122,15 @@ class Routing:
     def _takes_part(self) -> bool:
         """Return whether there is anything to do for a forward now."""
         return True
+
+    def _placed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that computes in the model's precision, on its device."""
+
+        def there(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._moved((args, kwargs))
+            return forward(*args, **kwargs)
+
+        return self._in_precision(there)
 
     def _moved(self, arguments: Any, objects: Literal["changed", "left"] = "changed") -> Any:
         """Return the arguments on the model's device; what a forward changes in an object is for the caller to see."""

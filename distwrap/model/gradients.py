@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world, say_once
-from distwrap.model import diagnosis
-from distwrap.model.drift import ModelWatch
+from distwrap.model.checks import diagnosis
+from distwrap.model.checks.drift import ModelWatch
 from distwrap.model.wrapped_models import WrappedModels, routing_of
 
 _PROBE_PARAMETERS = 4
@@ -169,11 +170,8 @@ def refuse_unfreezing(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[An
 
     A parameter that another wrapped model averages may have one.
     """
-    return [handle for name, parameter in parameters if (handle := _refuse_unfreezing(name, parameter)) is not None]
 
-
-def _refuse_unfreezing(name: str, parameter: nn.Parameter) -> Any:
-    def on_gradient(parameter: torch.Tensor) -> None:
+    def on_gradient(name: str, parameter: torch.Tensor) -> None:
         watches = current_world().part(WrappedModels).gradients()
         if not any(parameter is own for _, other in watches for own in other.averaged()):
             raise ModelError(
@@ -182,14 +180,16 @@ def _refuse_unfreezing(name: str, parameter: nn.Parameter) -> Any:
                 "before wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
             )
 
-    # The hook needs a tensor that requires a gradient, and stays where it no longer does.
-    with suppress(RuntimeError):
-        parameter.requires_grad_(True)
-        try:
-            return parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-        finally:
-            parameter.requires_grad_(False)
-    return None
+    handles = []
+    for name, parameter in parameters:
+        # The hook needs a tensor that requires a gradient, and stays where it no longer does.
+        with suppress(RuntimeError):
+            parameter.requires_grad_(True)
+            try:
+                handles.append(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)))  # type: ignore[no-untyped-call]
+            finally:
+                parameter.requires_grad_(False)
+    return handles
 
 
 def _remove(handles: list[Any]) -> None:
@@ -210,9 +210,7 @@ def _probe_parameters(named: list[tuple[str, nn.Parameter]]) -> list[nn.Paramete
     for name, parameter in named:
         if parameter.requires_grad:
             first.setdefault(name.split(".")[0], parameter)
-    chosen = list(first.values())
-    step = max(1, -(-len(chosen) // _PROBE_PARAMETERS))
-    return chosen[::step]
+    return list(first.values())[:: max(1, -(-len(first) // _PROBE_PARAMETERS))]
 
 
 def _averaged_elsewhere(model: nn.Module, task: int) -> bool:

@@ -92,38 +92,24 @@ def _root(keys: list[str]) -> str:
 
 def _real_modules(names: list[str]) -> set[str]:
     """Find the parents of children really called ``module`` and wrapped alone: a wrapper's has nothing beside it."""
-    parents: set[str] = set()  # with a dot at the end; "" is the model itself
+    children: dict[str, set[str]] = {}  # of each module, by its name with a dot at the end; "" is the model itself
     for name in names:
-        if f"{MODULE}._" in name:
-            parts = name.split(".")
-            for index, part in enumerate(parts):
-                if part == MODULE and _in_chain_with_mark(parts, index):
-                    parents.add("".join(f"{part}." for part in parts[:index]))
-    real: set[str] = set()
-    for name in names if parents else ():
         start = 0
-        while True:
-            if name[:start] in parents and not name.startswith(f"{MODULE}.", start):
-                real.add(name[:start])
-            start = name.find(".", start) + 1
-            if not start:
-                break
-    return real
+        for part in name.split("."):
+            children.setdefault(name[:start], set()).add(part)
+            start += len(part) + 1
+    return {parent for parent, parts in children.items() if MODULE in parts and len(parts) > 1}
 
 
 def _unmarked(key: str, real: set[str]) -> str:
     """Remove the marks, and each ``module`` in front of one that is not the user's own."""
-    parts = key.split(".")
-    if not any(part in _MARKS for part in parts):
-        return key
     kept: list[str] = []
+    parts, start = key.split("."), 0
     for index, part in enumerate(parts):
-        if part in _MARKS:
-            continue
-        parent = "".join(f"{part}." for part in parts[:index])
-        if part == MODULE and parent not in real and _in_chain_with_mark(parts, index):
-            continue
-        kept.append(part)
+        is_users = part != MODULE or key[:start] in real or not _in_chain_with_mark(parts, index)
+        if part not in _MARKS and is_users:
+            kept.append(part)
+        start += len(part) + 1
     return ".".join(kept)
 
 

@@ -7,7 +7,7 @@ name, so neither side need know the other's.
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import wraps
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
@@ -63,13 +63,15 @@ class TransparentModule(nn.Module):
             if not hasattr(inner, name):
                 raise
             return getattr(inner, name)
+        if name == "forward":
+            return self._distwrap_method(name, value)
         if type(value) is not MethodType or value.__self__ is not model:
             return value
         if name in _CHANGES and value.__func__ is getattr(nn.Module, name):
             return MethodType(value.__func__, self)
         return _fluent(self, value if hasattr(nn.Module, name) else self._distwrap_method(name, value))
 
-    def _distwrap_method(self, name: str, method: MethodType) -> Callable[..., Any]:
+    def _distwrap_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return what is called for a method of the user's model."""
         return method
 
@@ -170,34 +172,20 @@ WRAPPERS = (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParal
 
 def put_model_first(wrapper: TransparentModule, kind: type) -> None:
     """Make a wrapper one of its kind that has the names of torch's classes, and special methods, from the model."""
-    kind = _model_first(kind)
-    mine = (set(dir(TransparentModule)) | _WRAPPERS_SPECIALS | ({"__deepcopy__"} & set(dir(kind)))) - _USERS_SPECIALS
-    methods = {
-        name: _special_method(name)
-        for users in type(wrapper._distwrap_model).__mro__
-        for name, value in (vars(users).items() if users not in nn.Module.__mro__ else ())
-        if name.startswith("__") and name.endswith("__") and name not in mine and callable(value)
-    }
-    # Behind the property of that name.
-    object.__dict__["__class__"].__set__(wrapper, _subclass(kind, methods) if methods else kind)
-
-
-@cache
-def _model_first(kind: type) -> type:
-    """Return a class in which names that torch's classes define are looked up on the model."""
     definers = {name: each for each in reversed(kind.__mro__) for name in vars(each)}
-    names = [name for name, each in definers.items() if each.__module__.startswith("torch.") and name[:2] != "__"]
-    return _subclass(kind, {name: _of_model(name) for name in names})
+    torchs = [name for name, each in definers.items() if each.__module__.startswith("torch.") and name[:2] != "__"]
+    own = (set(dir(TransparentModule)) | _WRAPPERS_SPECIALS | ({"__deepcopy__"} & set(dir(kind)))) - _USERS_SPECIALS
+    users = [each for each in type(wrapper._distwrap_model).__mro__ if each not in nn.Module.__mro__]
+    specials = {name for each in users for name, value in vars(each).items() if callable(value)} - own
+    attributes: dict[str, Any] = {name: _of_model(name) for name in torchs}
+    attributes |= {name: _special_method(name) for name in specials if name[:2] == name[-2:] == "__"}
+    attributes |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    # Behind the property of that name.
+    object.__dict__["__class__"].__set__(wrapper, type(kind.__name__, (kind,), attributes))
 
 
 def _of_model(name: str) -> property:
     return property(lambda wrapper: wrapper.__getattr__(name))
-
-
-def _subclass(kind: type, attributes: dict[str, Any]) -> type:
-    """Make a class of the same name with more attributes."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {**names, **attributes})
 
 
 def _special_method(name: str) -> Callable[..., Any]:
@@ -223,6 +211,7 @@ def _fluent(wrapper: TransparentModule, method: Callable[..., Any]) -> Callable[
 
     if not isinstance(method, MethodType):
         return run  # it is routed
+    # A method, of which torch's compiler reads the function.
     return MethodType(wraps(method.__func__)(lambda model, *args, **kwargs: run(*args, **kwargs)), model)
 
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from distwrap._internals.torch import compiled_module
+from distwrap._internals.torch import ASKED_BY_DDP, compiled_module
 from distwrap.errors import ModelError
 from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.forward_routing import Routing
-from distwrap.model.transparent import unwrap_model
+from distwrap.model.transparent import TransparentModule, put_model_first, unwrap_model
 from distwrap.protocols import Strategy
 
 T = TypeVar("T")
@@ -131,7 +131,8 @@ class WrappedModels(RunPart):
             if self._world.group is not None:
                 gradients.forget()
                 handle.end_exchange()
-                handle.routing.release(model)
+                released: Any = model
+                released._distwrap_release()
             elif handle.exchange is not None:
                 handle.routing.look_with(_refuse_training)
 
@@ -188,14 +189,12 @@ def handle_of(model: object) -> Handle | None:
 
 def routing_of(model: object) -> Any:
     """Return the `Routing` of a wrapped model; ``None`` where there is none."""
-    handle = handle_of(model)
-    return None if handle is None else handle.routing
+    return getattr(handle_of(model), "routing", None)
 
 
 def gradients_of(model: object) -> Any:
     """Return the `Gradients` of a model under DDP; ``None`` where there are none."""
-    handle = handle_of(model)
-    return None if handle is None else handle.gradients
+    return getattr(handle_of(model), "gradients", None)
 
 
 def strategy_of(thing: nn.Module | Optimizer | None, world: World) -> Strategy:
@@ -224,3 +223,65 @@ def under_ddp(model: Any) -> DistributedDataParallel | None:
         model = compiled_module(model)
     routing = routing_of(model)
     return model if routing is None else routing.inner  # type: ignore[no-any-return]
+
+
+class ModelProxy(TransparentModule):
+    """Wrapper whose calls go through a `Routing`; whatever is set on it is the model's, or torch's wrapper's.
+
+    Args:
+        routing: of the model.
+        **parts: what the run's `Handle` of the model has beside it.
+    """
+
+    _distwrap_routing: Any  # which only the wrapper itself reads; others have `handle_of`
+
+    def __init__(self, routing: Routing, **parts: Any) -> None:
+        self._distwrap_go_through(routing, type(self))
+        current_world().part(WrappedModels).handles[self] = Handle(routing, buffers=routing.buffers, **parts)
+
+    def _distwrap_go_through(self, routing: Routing, kind: type) -> None:
+        """Let calls go through a routing from now on, and be a wrapper of another kind."""
+        own = {"module": routing.module, "_distwrap_model": routing.model, "_distwrap_inner": routing.inner}
+        self.__dict__.update(own, _distwrap_routing=routing)
+        put_model_first(self, kind)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        routing = self._distwrap_routing
+        return (routing.dressed or routing.forward)(*args, **kwargs)
+
+    def _distwrap_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        return self._distwrap_routing.looked_up(name, method)  # type: ignore[no-any-return]
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag; when training pauses, take over rank 0's buffers."""
+        pauses = self.training and not mode
+        super().train(mode)
+        self._distwrap_routing.train(mode, pauses=pauses)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == ASKED_BY_DDP:
+            raise ModelError(
+                f"DistributedDataParallel got a {type(self._distwrap_model).__name__} that wrap_model() has wrapped, "
+                "which exchanges its gradients already. Use what wrap_model() returns as it is."
+            )
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._distwrap_set(name, value)
+
+
+class UncopiedModel(ModelProxy):
+    """Wrapper that can be neither copied nor pickled; its routing says why, by ``refuse_copy()``."""
+
+    def __init__(self, routing: Any, **parts: Any) -> None:
+        super().__init__(routing, alignment=routing.alignment, **parts)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._distwrap_routing.refuse_copy()
+
+    def __copy__(self) -> Any:
+        return self._distwrap_routing.refuse_copy()
+
+    def __reduce__(self) -> Any:
+        return self._distwrap_routing.refuse_copy()

@@ -1,7 +1,7 @@
 """Strategies to replicate or divide a model, and the classes that a strategy of your own needs."""
 
 from distwrap.group.world import Layout, World
-from distwrap.model.in_sync import Held, tensors_of
+from distwrap.model.checks.in_sync import ComparedTensor, tensors_of
 from distwrap.model.transparent import TransparentModule
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.ddp import DDPStrategy
@@ -9,9 +9,9 @@ from distwrap.strategies.fsdp import FSDPStrategy
 from distwrap.strategies.prepare import local_model, wrap_model, wrap_optimizer
 
 __all__ = [
+    "ComparedTensor",
     "DDPStrategy",
     "FSDPStrategy",
-    "Held",
     "Layout",
     "Strategy",
     "TransparentModule",

@@ -14,11 +14,11 @@ from distwrap.errors import OptionError
 from distwrap.former_names import REMOVED
 from distwrap.group.collectives import broadcast
 from distwrap.group.world import current_world
-from distwrap.model.in_sync import tensors_of
+from distwrap.model.checks.in_sync import tensors_of
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
-from distwrap.protocols import Held, Wrapping as Wrapping
+from distwrap.protocols import ComparedTensor, Wrapping as Wrapping
 from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Strategy(protocols.Strategy, _Options):
             kind = type(self).__name__
             raise OptionError(f"wrap_model({name}=…): {kind} takes no options there: give its own to {kind}(…).")
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         if (divided := self._divided(model)) is not None:
             return divided.held()
         return () if self.shards else tensors_of(model)

@@ -13,9 +13,9 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
+from distwrap.model.checks.in_sync import ComparedTensor, tensors_of
 from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.gradients import refuse_unfreezing
-from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, handle_of, under_ddp
 from distwrap.protocols import Algorithm
@@ -69,7 +69,7 @@ class DDPStrategy(Strategy):
         if comm is not None:
             _refuse_with_comm(model, comm, options)
         kind = self.wrapper(comm)
-        wrapped = kind(model, wrapping.in_precision, wrapping.forward_methods, buffers, **options)
+        wrapped = kind(model, wrapping, buffers, **options)
         if comm is not None:
             models.handles[wrapped].exchange = comm.attach(wrapped, world)
         bind(wrapped, self)
@@ -90,7 +90,7 @@ class DDPStrategy(Strategy):
             if ddp is not None and unwrap_model(ddp) is unwrap_model(model):
                 ddp.require_backward_grad_sync = on
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         return tensors_of(model)
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:

@@ -21,7 +21,7 @@ from distwrap._internals.torch_sharding import own_parameters
 from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.fingerprints import fingerprint
+from distwrap.model.checks.in_sync import fingerprint
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
 from distwrap.strategies.parameter_swap import ReplacedParameter

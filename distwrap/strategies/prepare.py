@@ -14,13 +14,13 @@ from torch.optim.optimizer import Optimizer
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world, say_once
+from distwrap.model.checks.drift import Drift
+from distwrap.model.checks.optimizers import Optimizers
+from distwrap.model.checks.same_inputs import SameInputs
+from distwrap.model.checks.unwrapped import Unwrapped
 from distwrap.model.distributed import DistributedModel, ReplicaModel
-from distwrap.model.drift import Drift
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
-from distwrap.model.optimizers import Optimizers
-from distwrap.model.same_inputs import SameInputs
 from distwrap.model.transparent import WRAPPERS, mark_users_model, unwrap_model
-from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, handle_of, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling
 from distwrap.protocols import Algorithm, Precision, Strategy, Wrapping
@@ -178,7 +178,7 @@ def wrap_optimizer(
                 "model, which all ranks train together. Make another optimizer for the parameters that should "
                 "differ between ranks."
             )
-        world.part(Drift).apart.add(optimizer)
+        world.part(Unwrapped).per_rank.add(optimizer)
         return optimizer
     strategy = strategy_of(optimizer if model is None else model, world)
     prepared = strategy.prepare_optimizer(optimizer, model)

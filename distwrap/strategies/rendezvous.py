@@ -22,8 +22,7 @@ from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_tree import tensors_in, tree_leaves
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.in_sync import Held, fingerprints, first_difference
-from distwrap.model.watch import is_power_of_two
+from distwrap.model.checks.in_sync import ComparedTensor, fingerprints, first_difference, is_power_of_two
 from distwrap.seeding import mix
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
@@ -278,10 +277,10 @@ class Rendezvous:
         self._reads += 1
         self._come_to((self._number, READ, 0), self._reads if always else None)
 
-    def held(self) -> Held:
+    def held(self) -> ComparedTensor:
         """Return the number of forwards, to compare ranks of which one may step more often than the others."""
         part = f"{self._ranks[0]}: {named_ranks(self._ranks)}"
-        return Held("the number of forwards until then", part, self.forwards)
+        return ComparedTensor("the number of forwards until then", part, self.forwards)
 
     def forget(self) -> None:
         """Compare the next event after an exception in a forward or its backward."""
@@ -365,9 +364,9 @@ class SameBatch:
         if not is_power_of_two(self._passes):
             return
         plain = mix(name, *(repr(leaf) for leaf in tree_leaves(given) if isinstance(leaf, _PLAIN)))
-        held = [Held(f"tensor {number}", "", tensor) for number, tensor in enumerate(tensors_in(given))]
+        held = [ComparedTensor(f"tensor {number}", "", tensor) for number, tensor in enumerate(tensors_in(given))]
         everyone: list[Any] = [None] * len(self._ranks)
-        own = fingerprints([*held, Held(f"{name}() with its other arguments", "", float(plain % 2**48))])
+        own = fingerprints([*held, ComparedTensor(f"{name}() with its other arguments", "", float(plain % 2**48))])
         dist.all_gather_object(everyone, own, self._group)
         difference = first_difference(everyone, ranks=self._ranks)
         if difference is not None:

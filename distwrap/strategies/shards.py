@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from distwrap._internals.torch_sharding import is_in_pieces, set_timeout
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.in_sync import Held, left_to_ranks
+from distwrap.model.checks.in_sync import ComparedTensor, left_to_ranks
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.nesting import rebuilt, refilled
@@ -89,7 +89,7 @@ class Divided:
         self._optimizer = None if isinstance(thing, nn.Module) else thing
         self._holders, self._rank = holders, dist.get_rank()
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[ComparedTensor]:
         """Yield the tensors of the model that this rank has, with the ranks that have the same part."""
         own, size = left_to_ranks(self._net), dist.get_world_size()
         for name, value in (*self._net.named_parameters(), *self._net.named_buffers()):
@@ -97,9 +97,9 @@ class Divided:
             if name in own or self._rank not in ranks:
                 continue
             if not isinstance(value, DTensor):
-                yield Held(name, "" if len(ranks) == size else f"{ranks[0]}: {named_ranks(ranks)}", value)
+                yield ComparedTensor(name, "" if len(ranks) == size else f"{ranks[0]}: {named_ranks(ranks)}", value)
             elif (first := _first_holder(value)) is not None:
-                yield Held(name, f"{first}: the shard that rank {first} has", local(value))
+                yield ComparedTensor(name, f"{first}: the shard that rank {first} has", local(value))
 
     def state(self, *, everywhere: bool) -> dict[str, Any]:
         """Return a state with whole tensors on the CPU, on rank 0 or everywhere; every rank calls it.

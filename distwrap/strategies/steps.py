@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from distwrap._internals.torch import has_overflowed
 from distwrap.errors import ModelError, PrecisionError
 from distwrap.group.world import World, current_world
-from distwrap.model.diagnosis import explained
+from distwrap.model.checks.diagnosis import explained
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, strategy_of
 from distwrap.precision import LossScaling
 from distwrap.precision.loss_scaling import ScaleState

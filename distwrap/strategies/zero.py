@@ -25,8 +25,8 @@ from distwrap.group.collectives import gather_object
 from distwrap.group.optimizer_steps import Closure, OptimizerSteps, Phase, around_closure
 from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.model.checks.in_sync import ComparedTensor, tensors_of
 from distwrap.model.distributed import AveragingModel, DistributedModel
-from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, gradients_of, parameters_of
 from distwrap.options import Options
 from distwrap.protocols import Algorithm
@@ -85,9 +85,9 @@ class ZeroStrategy(DDPStrategy):
             current_world().part(OptimizerShares).release(original)
         super().restore_original(original, prepared, state)
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         options = current_world().part(OptimizerShares).options(model)
-        return [*tensors_of(model), *(Held(name, "", value) for name, value in options)]
+        return [*tensors_of(model), *(ComparedTensor(name, "", value) for name, value in options)]
 
     def is_divided(self, thing: nn.Module | Optimizer) -> bool:
         return self.holders(thing) is not None

@@ -20,8 +20,8 @@ from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.cpus import thread_times
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase, around_closure
 from distwrap.group.world import World
+from distwrap.model.checks.in_sync import is_power_of_two
 from distwrap.model.forward_routing import Routing
-from distwrap.model.watch import is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, handle_of, under_ddp
 from distwrap.stopwatch import Part, Stopwatch
 from distwrap.supervision.activity import Activity

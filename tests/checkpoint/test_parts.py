@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import distwrap as dw
 from distwrap import Strategy
 from distwrap.errors import CheckpointError
-from distwrap.model.in_sync import Held, tensors_of
+from distwrap.model.checks.in_sync import ComparedTensor, tensors_of
 from distwrap.testing import run_ranks
 from tests.strategies.wrappers import Copy
 
@@ -48,7 +48,7 @@ class Rows(Strategy):
         optimizer.whole = whole  # type: ignore[attr-defined]
         return optimizer
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         return tensors_of(model)
 
     def parts(self, thing: Any) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import torch
 
 from distwrap.group.optimizer_steps import OptimizerSteps
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.optimizers import Optimizers
+from distwrap.model.checks.optimizers import Optimizers
 from distwrap.seeding import preserved
 from distwrap.testing.sides import Trial
 from distwrap.wording import named_ranks

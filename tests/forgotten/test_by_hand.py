@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
-from distwrap.model.by_hand import ByHand
+from distwrap.model.checks.unwrapped import Unwrapped
 from distwrap.testing import run_ranks
 from tests.forgotten.nets import Net
 from tests.slow import few
@@ -120,7 +120,7 @@ def test_nothing_is_looked_at_later() -> None:
                 if step:
                     optimizer.step()
             batches: Any = iter(())
-            found.append(current_world().part(ByHand).first_batches(batches) is batches)
+            found.append(current_world().part(Unwrapped).first_batches(batches) is batches)
         return found
 
     assert run_ranks(on_rank, 2) == [[True, True]] * 2

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import distwrap as dw
 from distwrap.errors import LoaderError, OptionError
 from distwrap.group.world import current_world
-from distwrap.model.same_inputs import SameInputs
+from distwrap.model.checks.same_inputs import SameInputs
 from distwrap.model.wrapped_models import handle_of
 from distwrap.testing import run_ranks
 from tests.forgotten.nets import Net

@@ -45,7 +45,7 @@ def test_a_forgotten_wrap_model(shares: bool) -> None:
     """The error names the model's class, and where the optimizer was made; the weights are as they were."""
     line = forgotten.__code__.co_firstlineno + 2
     for rank, words in enumerate(run_ranks(forgotten, 2, shares)):
-        assert words.startswith(f"rank {rank}: this SGD, made at test_unwrapped.py:{line}, is about to step Net, which")
+        assert words.startswith(f"rank {rank}: this SGD, made at test_unwrapped.py:{line}, steps Net, which")
         assert f"rank {1 - rank} has other gradients" in words if shares else "other gradients" not in words
         assert (
             ": each of the 2 ranks would train a Net of its own (DW104). Write model = wrap_model(model) before"
@@ -118,7 +118,7 @@ def test_a_rank_that_comes_late() -> None:
             time.sleep(3)  # until the late one has told
             steps(net, optimizer)
 
-    with pytest.raises(ModelError, match="about to step"):
+    with pytest.raises(ModelError, match="steps Net"):
         run_ranks(on_rank, 2, timeout=60)
 
 
@@ -142,7 +142,7 @@ def test_the_optimizer_of_an_object() -> None:
         return str(refusal.value)
 
     line = Trainer.__init__.__code__.co_firstlineno + 2
-    assert f"this Adam, made at test_unwrapped.py:{line}, is about" in run_ranks(on_rank, 2)[0]
+    assert f"this Adam, made at test_unwrapped.py:{line}, steps" in run_ranks(on_rank, 2)[0]
 
 
 def test_an_optimizer_with_a_closure() -> None:
@@ -188,7 +188,7 @@ def test_an_optimizer_with_a_closure_that_steps_once() -> None:
 
     one, other = run_ranks(on_rank, 2, True)
     assert one == other
-    with pytest.raises(ModelError, match="has stepped Net"):
+    with pytest.raises(ModelError, match="steps Net"):
         run_ranks(on_rank, 2, False)
 
 
@@ -200,7 +200,7 @@ def test_without_the_decorator() -> None:
         dw.shard_loader(torch.utils.data.DataLoader([1, 2, 3, 4]))
         return forgotten(True)
 
-    assert "is about to step Net" in run_ranks(on_rank, 2)[1]
+    assert "steps Net" in run_ranks(on_rank, 2)[1]
 
 
 def by_hand(net: nn.Module) -> nn.Module:

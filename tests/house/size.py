@@ -49,7 +49,8 @@ ROWS = {
     "environments": Row(420, 542, 480, ("environments/",)),  # part 3
     "group": Row(1000, 1592, 1524, ("group/",)),  # part 3
     "launch": Row(2300, 3592, 3396, ("launch/",)),  # part 3
-    "model": Row(850 + 750, 2442, 2386, ("model/",)),  # part 1; 750 for checks, in a room of their own
+    "model": Row(850, 1171, 1168, ("model/",)),  # part 1; the wrapped model
+    "model: checks": Row(750, 1034, 984, ("model/checks/",)),  # part 1
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 284, 270, ("precision/",)),  # part 1
     "prove": Row(700, 918, 846, ("prove/",)),  # part 3

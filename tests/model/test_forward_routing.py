@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -202,6 +202,49 @@ def test_a_method_that_only_returns_parameters_is_no_forward() -> None:
     assert_as_in_one_process(train)
 
 
+@pytest.mark.parametrize("options", few([{}, {"static_graph": True}, {"precision": "bf16"}], 2), ids=str)
+def test_a_forward_that_is_replaced_after_wrapping_trains(options: dict[str, Any]) -> None:
+    """As a decorator around `model.forward` does, and again around that; called by name, `forward` trains too."""
+
+    def trained(by_name: bool) -> list[float]:
+        model: Any = dw.wrap_model(Net(), **(options if dw.world_size() > 1 or "precision" in options else {}))
+        if not by_name:
+            for number in (2, 3):
+                plain = model.forward
+                model.forward = lambda x, plain=plain, number=number: number + plain(x)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in batches():
+            optimizer.zero_grad()
+            outputs = 5 + model.forward(share(x)) if by_name else model(share(x))
+            outputs.square().mean().backward()
+            optimizer.step()
+        dw.assert_in_sync(model)
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+    one = [run_ranks(trained, 1, by_name)[0] for by_name in (False, True)]
+    assert one[0] == pytest.approx(one[1], rel=0, abs=1e-12)
+    for found in run_ranks(lambda: [trained(by_name) for by_name in (False, True)], 2):
+        assert found[0] == pytest.approx(found[1], rel=0, abs=1e-12)
+        assert found[0] == pytest.approx(one[0], rel=0, abs=1e-2 if options else 1e-12)
+
+
+def test_a_method_that_yields_its_losses_is_told_to_return_them() -> None:
+    """It has ended before its first forward, which is the bare model's then."""
+
+    class Yields(Net):
+        def losses(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+            yield self.loss(x)
+
+    def on_rank() -> str:
+        model: Any = dw.wrap_model(Yields())
+        with pytest.raises(ModelError) as refusal:
+            next(model.losses(share(batches()[0]))).backward()
+        return str(refusal.value)
+
+    for words in run_ranks(on_rank, 2):
+        assert words.endswith("A method that yields losses has ended before its forward: let it return them.")
+
+
 def test_a_method_that_calls_the_wrapper_has_one_forward() -> None:
     """It prepares one average as by the bare model: no forward seems to be repeated, and none is counted twice."""
 
@@ -288,7 +331,7 @@ def test_named_methods_are_the_only_ones() -> None:
 
     for rank, text in enumerate(run_ranks(on_rank, 2)):
         assert text.startswith(f"rank {rank}: this backward's gradients are not averaged")
-        assert "model.by_parts() ran the bare Net" in text
+        assert "with the other ranks' of Net" in text
 
 
 @pytest.mark.parametrize("names", [["losss"], "loss", ["train"], ["__init__"]])

@@ -18,9 +18,8 @@ import distwrap as dw
 from distwrap.environments import Placement
 from distwrap.errors import DriftError, ModelError, OptionError
 from distwrap.group.world import World, active_world, current_world
-from distwrap.model.comparison import Comparison
-from distwrap.model.drift import Drift, ModelWatch
-from distwrap.model.in_sync import Held
+from distwrap.model.checks.drift import Drift, ModelWatch
+from distwrap.model.checks.in_sync import ComparedTensor, Comparison
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.notifier import Notifier
@@ -349,7 +348,7 @@ WRONG: dict[Callable[[], None], tuple[type[ModelError], str]] = {
     step_after_no_sync: (DriftError, "after 8 averages"),
     late_outsider: (DriftError, "tensor 6 of SGD"),
     noise_after_uneven_batches: (DriftError, "after 8 averages"),
-    part_past_the_wrapper: (ModelError, "bare Net"),
+    part_past_the_wrapper: (ModelError, "are not averaged"),
     bare_model_trained: (ModelError, "has not wrapped"),
     unwrapped_partner: (ModelError, "has not wrapped"),
     models_gone_since: (DriftError, "at the end"),
@@ -576,7 +575,7 @@ def compared_late() -> None:
     world = current_world()
     channel: Any = world.channel
     comparison = Comparison(world, "late", [0, 1], lambda *parts: " ".join(map(str, parts)))
-    comparison.publish("first", [Held("weight", "", float(dw.rank()))])
+    comparison.publish("first", [ComparedTensor("weight", "", float(dw.rank()))])
     dw.barrier()
     if dw.rank() == 0:
         dw.barrier()

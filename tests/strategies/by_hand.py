@@ -12,7 +12,7 @@ from torch import nn
 from distwrap import Strategy, gather_object, unwrap_model
 from distwrap.errors import OptionError
 from distwrap.group.world import Layout
-from distwrap.model.in_sync import Held, tensors_of
+from distwrap.model.checks.in_sync import ComparedTensor, tensors_of
 from tests.strategies.wrappers import Copy
 
 
@@ -63,7 +63,7 @@ class ByHand(Strategy):
         optimizer.step()
         return True
 
-    def held(self, model: nn.Module) -> list[Held]:
+    def held(self, model: nn.Module) -> list[ComparedTensor]:
         part = f"{dist.get_rank() % 2}: half {dist.get_rank() % 2}" if self.parts_differ else ""
         return [held._replace(part=part) for held in tensors_of(model)]
 

@@ -172,7 +172,7 @@ def _made(mistakes: list[Mistake], path: str) -> dict[str, str]:
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises((DistwrapError, RuntimeError)) as refusal:
             mistake(model, optimizer, path)
-        found[mistake.__name__] = str(dw.model.diagnosis.explained(refusal.value))  # type: ignore[arg-type]
+        found[mistake.__name__] = str(dw.model.checks.diagnosis.explained(refusal.value))  # type: ignore[arg-type]
     return found
 
 

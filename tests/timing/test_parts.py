@@ -58,6 +58,9 @@ class Slow(nn.Module):
             nap()
         return self.net(x)  # type: ignore[no-any-return]
 
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()  # type: ignore[no-any-return]
+
 
 class Recomputed(Slow):
     def __init__(self, use_reentrant: bool) -> None:
@@ -132,6 +135,14 @@ def train(module: nn.Module, batches: Any = None, after: Callable[..., object] =
         optimizer.zero_grad()
         if after(x, model):
             break
+
+
+def by_a_method() -> None:
+    model: Any
+    model, optimizer = wrapped(Slow())
+    for (x,) in loader():
+        model.loss(x).backward()
+        optimizer.step()
 
 
 def slow_in_the_backward() -> None:
@@ -281,6 +292,7 @@ def of_files(folder: Path) -> None:
 
 LOOPS: tuple[tuple[Callable[..., None], dict[str, float]], ...] = (
     (lambda: train(Slow()), {"forward": 1}),
+    (by_a_method, {"forward": 1}),
     (slow_in_the_backward, {"backward": 1}),
     (lambda: train(net(), loader(SlowData)), {"data": 1}),
     (lambda: train(net(), dw.progress(loader(SlowData), disable=True)), {"data": 1}),
@@ -301,7 +313,18 @@ LOOPS: tuple[tuple[Callable[..., None], dict[str, float]], ...] = (
     (of_files, {"data": 1}),
 )
 NAMES = (
-    *("forward", "backward", "loader", "bar", "dispatched", "generator", "accumulated", "closures", "two models"),
+    *(
+        "forward",
+        "method",
+        "backward",
+        "loader",
+        "bar",
+        "dispatched",
+        "generator",
+        "accumulated",
+        "closures",
+        "two models",
+    ),
     *(
         "penalty",
         "recomputed",

@@ -26,7 +26,7 @@ from distwrap.environments.variables import variables_set
 from distwrap.errors import ModelError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World
-from distwrap.model.drift import Drift
+from distwrap.model.checks.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.deepspeed.state import full_optimizer_state, load_optimizer_state
 from distwrap.strategies.optimizer_scope import refuse_scope
@@ -67,7 +67,7 @@ class ModelEngine:
         trained = self._trained()
         self.parameters = {each: name for name, each in net.named_parameters() if id(each) in trained}
         self.inner, self.optimizer = _twin(optimizer), EngineOptimizer(self)
-        world.part(Drift).apart.add(self.inner)
+        world.part(Unwrapped).per_rank.add(self.inner)
         deepspeed = world.part(Engines).package(verbose=verbose)
         with quiet(verbose), without_compiler():
             self.deepspeed: Any = deepspeed.initialize(

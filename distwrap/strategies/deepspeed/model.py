@@ -19,8 +19,7 @@ from distwrap.errors import CheckpointError, ModelError
 from distwrap.frames import is_ours
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
-from distwrap.model.proxy import UncopiedModel
-from distwrap.model.wrapped_models import routing_of
+from distwrap.model.wrapped_models import UncopiedModel, routing_of
 from distwrap.precision import InPrecision
 from distwrap.strategies.deepspeed.engine import ModelEngine, take_options
 from distwrap.strategies.deepspeed.state import full_weights, load_weights

@@ -19,7 +19,7 @@ from distwrap.errors import ModelError, OptionError, PrecisionError
 from distwrap.group.setup import require_group
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.buffers import Buffers
-from distwrap.model.in_sync import Held, tensors_of
+from distwrap.model.checks.in_sync import ComparedTensor, tensors_of
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, routing_of
 from distwrap.options import Options
@@ -233,7 +233,7 @@ class DeepSpeedStrategy(Strategy):
 
     # State
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
+    def held(self, model: nn.Module) -> Iterable[ComparedTensor]:
         return () if self.stage == 3 and _engine_of(model) is not None else tensors_of(model)
 
     def is_divided(self, thing: nn.Module | Optimizer) -> bool:

@@ -25,7 +25,7 @@ from distwrap._internals.torch_sharding import (
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
-from distwrap.model.watch import is_power_of_two
+from distwrap.model.checks.in_sync import is_power_of_two
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.divided_tensors import refuse_gradient_hooks
 from distwrap.strategies.parameter_swap import OptimizerSync

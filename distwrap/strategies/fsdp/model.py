@@ -18,7 +18,7 @@ from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forw
 from distwrap.errors import ModelError
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
-from distwrap.model.proxy import UncopiedModel
+from distwrap.model.wrapped_models import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.fsdp.gathered import Gathered

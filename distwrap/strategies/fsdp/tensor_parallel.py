@@ -22,7 +22,7 @@ from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters, shard_in_pieces, silence_redistribution
 from distwrap.errors import ModelError
 from distwrap.group.tensor_exchange import gather_numbers
-from distwrap.model.watch import is_power_of_two
+from distwrap.model.checks.in_sync import is_power_of_two
 from distwrap.strategies import shards
 from distwrap.strategies.fsdp.plans import Plan, pattern_of, pieces_of, words_of
 from distwrap.strategies.fsdp.tensor_math import TensorMath, spread

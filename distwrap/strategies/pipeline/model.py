@@ -21,7 +21,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing, put_back_forward
-from distwrap.model.proxy import UncopiedModel
+from distwrap.model.wrapped_models import UncopiedModel
 from distwrap.precision import LossScaling
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.divided_tensors import NamedInputs

@@ -1,21 +1,16 @@
 """Explanations of torch's errors about wrapped models in the user's words: names of parameters, not numbers."""
 
-import ast
-import inspect
-import json
 import re
-import textwrap
-import time
-from types import FrameType, ModuleType
-from typing import Any
+import traceback
 
 from torch import nn
 
 from distwrap.errors import ModelError
 from distwrap.group.world import World, current_world
+from distwrap.model.checks.in_sync import Ledger
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
-from distwrap.supervision.stacks import users_frame
+from distwrap.network.waiting import wait_until
 from distwrap.wording import first_names, named_ranks
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
@@ -26,23 +21,20 @@ _SHOWN = 12
 
 
 def skipped(model: nn.Module, method: str) -> str:
-    """Return the message that a backward has gone past the reducer, with the user's call that led to it."""
-    calls = [f"{method}()"] if method else _calls_past(model)
-    name = type(unwrap_model(model)).__name__
-    culprit = f": {', '.join(calls)} ran the bare {name}" if calls else f" of {name}"
-    place = current_world().placement
+    """Return the message that a backward has gone past the reducer, in which a method of the model may be running."""
+    culprit = f": {method}() ran the bare {_name(model)}" if method else f" of {_name(model)}"
     return (
-        f"rank {place.rank}: this backward's gradients are not averaged with the other ranks'{culprit}, so that every "
-        f"rank would train a model of its own (DW104). Call the model, or its method, through what "
-        f"wrap_model() returned, once for each backward; two losses of one forward belong into one backward: "
-        f"(a + b).backward()."
+        f"rank {current_world().placement.rank}: this backward's gradients are not averaged with the other "
+        f"ranks'{culprit}, so that every rank would train a model of its own (DW104). Call the model, or its method, "
+        "through what wrap_model() returned, once for each backward; two losses of one forward belong into one "
+        "backward: (a + b).backward(). A method that yields losses has ended before its forward: let it return them."
     )
 
 
 def flipped(model: nn.Module) -> str:
     """Return the message that ``no_sync()`` covered a forward but not its backward."""
     return (
-        f"rank {current_world().placement.rank}: the forward of {type(unwrap_model(model)).__name__} was in no_sync(), "
+        f"rank {current_world().placement.rank}: the forward of {_name(model)} was in no_sync(), "
         f"but its backward is not. DDP decides in the forward, so these gradients are not averaged (DW104). Put both "
         f"inside, or loop over distwrap.accumulate(loader, steps, model)."
     )
@@ -89,17 +81,16 @@ def _because(cause: RuntimeError, error: ModelError) -> ModelError:
 
 def _whose(world: World, unused: list[str]) -> str:
     """Return which ranks have left these parameters out, as far as they have reported within a moment."""
-    me, everybody = world.placement.rank, range(world.placement.world_size)
     if world.channel is None:
-        return f"On rank {me}"
-    world.channel.note("unused", json.dumps(unused))
-    deadline, same = time.monotonic() + _OTHERS_SECONDS, [me]
-    while time.monotonic() < deadline and len(same) < len(everybody):
-        time.sleep(0.02)
-        same = [rank for rank in everybody if json.loads(world.channel.noted("unused", rank) or "[]") == unused]
-    if len(same) == len(everybody):
+        return f"On rank {world.placement.rank}"
+    ledger = Ledger(world, "unused")
+    ledger.publish("", unused)
+    wait_until(lambda: len(ledger.at("")) == len(ledger.others), _OTHERS_SECONDS)
+    same = [rank for rank, theirs in ledger.at("").items() if theirs == unused]
+    if len(same) == len(ledger.others):
         return "On every rank"
-    return f"Only on {named_ranks(same)}, so the ranks took different branches of the model"
+    words = named_ranks(sorted([world.placement.rank, *same]))
+    return f"Only on {words}, so the ranks took different branches of the model"
 
 
 def _by_module(names: list[str]) -> list[str]:
@@ -113,8 +104,9 @@ def _by_module(names: list[str]) -> list[str]:
 
 
 # What to do where a whole tensor met a divided one, by what the operator does.
-_LOADED = "Load through what wrap_model() returned, model.load_state_dict(state), or by {load}."
-_STEPPED = "The state that this optimizer was given is whole. Load it by {load}."
+_LOAD = "distwrap.load(path, into={'model': model, 'optimizer': optimizer})"
+_LOADED = f"Load through what wrap_model() returned, model.load_state_dict(state), or by {_LOAD}."
+_STEPPED = f"The state that this optimizer was given is whole. Load it by {_LOAD}."
 _AVERAGED = "Wrap a second model, as an average of the weights, too, by wrap_model(): both are divided alike then."
 _COMPUTED = (
     "In a loss, a norm or a mean of parameters take .full_tensor() of what is computed of each one, on every rank."
@@ -124,46 +116,38 @@ _CALLED = (
     "what multiplies a weight with data belongs there, and a part of the model, as model.head or model.module, has no "
     "whole weights by itself."
 )
-_LOAD = "distwrap.load(path, into={'model': model, 'optimizer': optimizer})"
-_OF_LAYERS = re.compile(r"aten\.(embedding|mm|addmm|bmm|baddbmm|linear|convolution|native_\w*norm|_scaled_dot\w*)\.")
+_OF_LAYERS = re.compile(r"embedding|mm|addmm|bmm|baddbmm|linear|convolution|native_\w*norm|_scaled_dot\w*")
 
 
 def _explained_mixture(error: RuntimeError) -> ModelError:
-    found = re.search(r"aten\.\w+\.\w+", str(error))
-    operator = found.group() if found else "an operator"
-    if "load_state_dict" in (calls := _calls_of(error)):
+    found, calls = re.search(r"aten\.(\w+)\.\w+", str(error)), _calls_of(error)
+    operator, name = found.group(0, 1) if found else ("an operator", "")
+    if "load_state_dict" in calls:
         way_out = _LOADED
     elif "step" in calls:
         way_out = _STEPPED
-    elif _OF_LAYERS.match(operator) and "backward" not in calls:
+    elif _OF_LAYERS.fullmatch(name) and "backward" not in calls:
         way_out = _CALLED
     else:
-        way_out = _AVERAGED if operator.partition(".")[2].partition(".")[0].endswith("_") else _COMPUTED
+        way_out = _AVERAGED if name.endswith("_") else _COMPUTED
     return ModelError(
         f"rank {current_world().placement.rank}: {operator} was given a whole tensor together with a tensor of "
         "which this rank has only a part, which is what a parameter of a divided model is outside of its "
-        f"forward. {way_out.format(load=_LOAD)}"
+        f"forward. {way_out}"
     )
 
 
 def _calls_of(error: BaseException) -> set[str]:
     """Return the names of torch's functions in which an error came."""
-    found, trace = set(), error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        if str(frame.f_globals.get("__name__")).startswith("torch."):
-            found.add(frame.f_code.co_name)
-        trace = trace.tb_next
-    return found
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return {each.f_code.co_name for each in frames if str(each.f_globals.get("__name__")).startswith("torch.")}
 
 
 def _explained_twice(text: str) -> ModelError:
     found = re.search(r"Parameter at index (\d+)", text)
-    candidates = {
-        gradients.trained[int(found.group(1))]
-        for _, gradients in current_world().part(WrappedModels).gradients()
-        if found and int(found.group(1)) < len(gradients.trained)
-    }
+    index = int(found.group(1)) if found else -1
+    watches = [gradients for _, gradients in current_world().part(WrappedModels).gradients()]
+    candidates = {each.trained[index] for each in watches if 0 <= index < len(each.trained)}
     which = " or ".join(sorted(map(repr, candidates))) or "a parameter"
     return ModelError(
         f"rank {current_world().placement.rank}: the gradient of {which} was computed twice in one backward. "
@@ -174,45 +158,5 @@ def _explained_twice(text: str) -> ModelError:
     )
 
 
-def _calls_past(model: nn.Module) -> list[str]:
-    """Find the calls of the bare model in the function that calls ``backward``: its forwards leave no other trace.
-
-    Looks at names and attributes only, and finds nothing where the call was made elsewhere.
-    """
-    frame = users_frame()
-    if frame is None:
-        return []
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(frame.f_code)))
-    except (OSError, SyntaxError, TypeError):
-        return []
-    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    found = [ast.unparse(called) for called in calls if _is_past(called, frame, model)]
-    return [f"{text}()" for text in dict.fromkeys(found)]
-
-
-def _is_past(called: ast.expr, frame: FrameType, model: nn.Module) -> bool:
-    """Return whether an expression as ``net.loss`` or ``model.module`` is of the bare model or a part of it."""
-    net = unwrap_model(model)
-    parts = {id(part) for part in net.modules()}
-    value = _value(called, frame)
-    if value is None or value is model:
-        return False
-    if isinstance(value, nn.Module):
-        return id(value) in parts
-    owner = getattr(value, "__self__", None)
-    forward_like = value.__name__ not in vars(nn.Module) if hasattr(value, "__name__") else False
-    return owner is not None and id(owner) in parts and forward_like
-
-
-def _value(expression: ast.expr, frame: FrameType) -> Any:
-    """Evaluate a name, or attributes of one, without running anything but attribute access on modules."""
-    if isinstance(expression, ast.Name):
-        return frame.f_locals.get(expression.id, frame.f_globals.get(expression.id))
-    if isinstance(expression, ast.Attribute):
-        owner = _value(expression.value, frame)
-        return getattr(owner, expression.attr, None) if isinstance(owner, (nn.Module, ModuleType)) else None
-    if isinstance(expression, ast.Call) and _value(expression.func, frame) is unwrap_model and expression.args:
-        wrapped = _value(expression.args[0], frame)
-        return unwrap_model(wrapped) if isinstance(wrapped, nn.Module) else None
-    return None
+def _name(model: nn.Module) -> str:
+    return type(unwrap_model(model)).__name__

@@ -1,13 +1,12 @@
 """Notice that all ranks compute on the same inputs, as where `shard_loader` was forgotten: N ranks do the work of one.
 
-Each rank tells the fingerprints of the first inputs of a model in training, and compares them a forward later with what
-the others have told; nobody waits. Two different batches that were alike on all ranks are an error. Where the first
+Each rank publishes fingerprints of the first inputs of a model in training, and compares them with those that the
+others have published; nobody waits. Two different batches that were alike on all ranks are an error. Where the first
 ones differ between ranks, nothing of this runs any more. One batch over and over, as for a warm-up, shows nothing.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +21,14 @@ from distwrap.errors import LoaderError
 from distwrap.group.tensor_exchange import ranks_of_shares
 from distwrap.group.tensors_apart import bytes_of, is_dense
 from distwrap.group.world import RunPart, World
-from distwrap.model.fingerprints import fingerprint
+from distwrap.model.checks.in_sync import Ledger, fingerprint, is_power_of_two
 from distwrap.model.forward_routing import Routing
-from distwrap.model.watch import is_power_of_two
 from distwrap.seeding import mix
 from distwrap.supervision.users_source import loops_around, place_of, users_frames
 
 _FIRST = 3  # forwards that are looked at, each; later ones after powers of two, until the ranks are seen to differ
 _ENOUGH = 64  # bytes that the batches say together: a few small whole numbers may be alike by chance
-_SAMPLE = 2**12  # bytes of a batch of which it is told how much they say
+_SAMPLE = 2**12  # bytes of a batch of which it is measured how much they say
 
 
 class SameInputs(RunPart):
@@ -47,10 +45,8 @@ class SameInputs(RunPart):
 
     def watch(self, routing: Routing) -> None:
         """Look at the first inputs of a model that was wrapped just now."""
-        others = [rank for rank in ranks_of_shares() if rank != self._world.placement.rank]
-        if self._world.channel is not None and others:
-            number = self._world.count("watch over inputs")
-            self._watches.add(InputsWatch(self, self._world, routing, f"inputs/{number}", others))
+        if self._world.channel is not None and len(ranks_of_shares()) > 1:
+            self._watches.add(InputsWatch(self, self._world, routing))
 
     def wait(self) -> None:
         """Compare what was not compared yet."""
@@ -64,27 +60,24 @@ class SameInputs(RunPart):
 
 
 class InputsWatch:
-    """Watch over the inputs of one model on this rank.
+    """Watch over the inputs of one model on this rank, beside those of ranks that have other shares of the data.
 
     Args:
         run: the watches of the run.
         world: of the run.
         routing: of the model, through which its calls go.
-        key: of the model on the side channel, alike on all ranks.
-        others: the ranks that have other shares of the data.
     """
 
-    def __init__(self, run: SameInputs, world: World, routing: Routing, key: str, others: list[int]) -> None:
-        assert world.channel is not None
-        self._run, self._rank, self._channel = run, world.placement.rank, world.channel
-        self._held_routing, self._key, self._others = ref(routing), key, others
-        self._forwards, self._told, self._says = 0, list[str](), dict[str, int]()
+    def __init__(self, run: SameInputs, world: World, routing: Routing) -> None:
+        self._run, self._rank, self._routing = run, world.placement.rank, ref(routing)
+        self._ledger = Ledger(world, f"inputs/{world.count('watch over inputs')}", ranks_of_shares())
+        self._forwards, self._says = 0, dict[str, int]()  # how much each batch says
         self._place = ""
         routing.look_with(self.look)
 
     def stop(self) -> None:
         """Look no more."""
-        routing = self._held_routing()
+        routing = self._routing()
         if routing is not None:  # else nobody holds the model any more
             routing.look_with(None)
 
@@ -94,7 +87,7 @@ class InputsWatch:
         Raises:
             LoaderError: two batches were the same on all ranks.
         """
-        routing = self._held_routing()
+        routing = self._routing()
         assert routing is not None  # it calls this
         if not torch.is_grad_enabled() or not routing.model.training or torch.compiler.is_compiling():
             return
@@ -106,38 +99,34 @@ class InputsWatch:
             self.stop()
             return
         digest = f"{mix(*map(fingerprint, tensors)):x}"
-        if digest not in self._says:
-            self._says[digest] = sum(map(_says, tensors))
-        self._told.append(digest)
-        self._channel.note(self._key, json.dumps(self._told))
+        self._says.setdefault(digest, sum(map(_says, tensors)))
+        self._ledger.publish(self._forwards, digest)
         self._place = place_of(next(users_frames(), None))
         self.compare()
 
     def compare(self) -> None:
-        """Compare the inputs with those that the other ranks have told.
+        """Compare the inputs with those that the other ranks have published.
 
         Raises:
             LoaderError: two batches were the same on all ranks.
         """
-        routing = self._held_routing()
-        if not self._told or routing is None or not routing.is_looked_at:
+        routing, alike = self._routing(), dict(self._ledger.own)
+        if not alike or routing is None or not routing.is_looked_at:
             return
-        told_by_all = len(self._told)
-        for rank in self._others:  # of which the first one has other inputs, where all is well
-            theirs = json.loads(self._channel.noted(self._key, rank) or "[]")
-            if any(one != other for one, other in zip(theirs, self._told, strict=False)):
+        for rank in self._ledger.others:  # of which the first one has other inputs, where all is well
+            theirs = self._ledger.of(rank)
+            alike = {forward: digest for forward, digest in alike.items() if forward in theirs}
+            if any(theirs[forward] != digest for forward, digest in alike.items()):
                 self.stop()
                 return
-            told_by_all = min(told_by_all, len(theirs))
-        alike = set(self._told[:told_by_all])
-        if len(alike) < 2 or sum(self._says[digest] for digest in alike) < _ENOUGH:
-            return
-        self.stop()
-        if not any(is_under_way() for is_under_way in self._run.loops.values()):
-            raise LoaderError(self._in_words(type(routing.model).__name__))
+        digests = set(alike.values())
+        if len(digests) > 1 and sum(self._says[digest] for digest in digests) >= _ENOUGH:
+            self.stop()
+            if not any(is_under_way() for is_under_way in self._run.loops.values()):
+                raise LoaderError(self._in_words(type(routing.model).__name__))
 
     def _in_words(self, kind: str) -> str:
-        size = len(self._others) + 1
+        size = len(self._ledger.others) + 1
         seen = (
             f"rank {self._rank}: {kind} has got the same inputs on all {size} ranks, batch after "
             f"batch{self._place and f', at {self._place}'}: {size} ranks do the same work, and the model "
