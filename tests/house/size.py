@@ -42,7 +42,7 @@ ROWS = {
     "_internals": Row(650, 1248, 1271, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2017, 1956, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1137, 983, ("cli/",)),  # part 3
-    "comm": Row(1250, 1638, 1667, ("comm/",)),  # part 1
+    "comm": Row(1250, 1637, 1666, ("comm/",)),  # part 1
     "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 506, 515, ("devices/",)),  # part 1
@@ -62,7 +62,7 @@ ROWS = {
         430, 438, 371, _strategies("zero.py optimizer_scope.py")
     ),  # part 2
     "strategies: fsdp, hsdp, tp": Row(
-        1600, 2163, 1991,
+        1600, 2162, 1990,
         _strategies(
             "fsdp/ activations.py parameter_swap.py divided_ rendezvous.py shards.py"
         ),
@@ -71,7 +71,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 1754, 1550, _strategies("deepspeed/ hivemind/ horovod.py")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 359, 290
+FILES, FILES_GOAL = 354, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
