@@ -5,6 +5,7 @@ Pickles go only between the caller and processes that it started, over sockets t
 other side; *by reference* (module and name) otherwise.
 """
 
+import os
 import pickle
 import sys
 import types
@@ -137,7 +138,8 @@ def _check_reference(name: str, function: Callable[..., Any]) -> None:
 def _adopt_main(function: Callable[..., Any]) -> None:
     """Give this rank's ``__main__`` the names that a function sent by value brought along.
 
-    Then what is pickled by name on the rank (``torch.save(model)``, a loader's worker, a result) finds its classes.
+    Then what is pickled by name on the rank (``torch.save(model)``, a loader's worker, a result) finds its classes; a
+    worker that is a fresh interpreter imports the script for that.
     """
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType) and function.__module__ == "__main__":
@@ -145,6 +147,8 @@ def _adopt_main(function: Callable[..., Any]) -> None:
         for name, value in function.__globals__.items():
             if not (name.startswith("__") and name.endswith("__")):
                 main[name] = value
+        if os.path.isfile(script := function.__globals__.get("__file__", "")):
+            main["__file__"] = script
 
 
 def find_unpicklable(
