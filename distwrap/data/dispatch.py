@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from distwrap.data.indices import Mode, share_size
+from distwrap.data.position import READER
 from distwrap.data.votes import Votes
 from distwrap.errors import CollectiveError, LoaderError, WorkerError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
-from distwrap.group.tensors_apart import as_bytes, of_bytes, put_together, take_apart
+from distwrap.group.tensors_apart import as_bytes, bytes_of, of_bytes, put_together, take_apart
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.supervision.activity import Activity
 from distwrap.wording import first_line
 
-READER = 0
 _ALIGNED = 64  # bytes, at multiples of which each tensor of a message begins
 
 
@@ -166,7 +166,7 @@ def _received(group: DispatchGroup) -> tuple[_Turn, Any]:
         return turn, None
     if turn is not _Turn.FAILED:
         return turn, _unpacked(message)
-    text, error = verify(message.numpy().tobytes(), run_secret(), READER)
+    text, error = verify(bytes_of(message), run_secret(), READER)
     if error is None:
         raise LoaderError(text)
     raise error from WorkerError(text, rank=READER)  # by which the reader's own failure is known as the first
@@ -212,7 +212,7 @@ def _packed(batch: Any) -> torch.Tensor:
 def _unpacked(message: torch.Tensor) -> Any:
     secret = run_secret()
     length = int(message[:8].view(torch.int64))
-    data, described = verify(message[_ALIGNED : _ALIGNED + length].numpy().tobytes(), secret, READER)
+    data, described = verify(bytes_of(message[_ALIGNED : _ALIGNED + length]), secret, READER)
     at, tensors = _ALIGNED + _room(length), []
     for dtype, shape in described:
         size = shape.numel() * dtype.itemsize

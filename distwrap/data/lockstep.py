@@ -231,7 +231,7 @@ class Lockstep(Generic[Batch]):
         batches: Iterator[Any]
         try:
             with shielded(loader, self._grace):
-                batches = _begin(loader, "_rank_batches")
+                batches = _begin(loader)
             world.part(Activity).follow(self)
             first_pass, empties = True, EmptyBatches(self._empty)
             moves: list[Callable[[], None]] = []
@@ -242,7 +242,7 @@ class Lockstep(Generic[Batch]):
                 with fetching() as ahead:
                     batch = _NOTHING if empties.are_due else next(batches, _NOTHING)
                     if batch is _NOTHING and self._uneven == "pad":
-                        first_pass, batches = False, _begin(loader, "_same_epoch")
+                        first_pass, batches = False, _begin(loader, again=True)
                         batch = next(batches, _NOTHING)
                 moves += ahead
                 has = self._has_more = batch is not _NOTHING
@@ -314,10 +314,10 @@ class Lockstep(Generic[Batch]):
         self.preempted = status.preempted
 
 
-def _begin(loader: Iterable[Any], how: str) -> Iterator[Any]:
-    """Return an iterator over a loader, and not one that is in step itself; a sharded loader has methods for it."""
-    begin: Callable[[], Iterator[Any]] = getattr(loader, how, partial(iter, loader))
-    return begin()
+def _begin(loader: Iterable[Any], **how: bool) -> Iterator[Any]:
+    """Return an iterator over a loader, and not one that is in step itself; a sharded loader has a method for it."""
+    begin: Callable[..., Iterator[Any]] | None = getattr(loader, "rank_batches", None)
+    return iter(loader) if begin is None else begin(**how)
 
 
 def _parted() -> LoaderError:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,20 +42,15 @@ class ByHand(RunPart):
         self._counts: Counter[str] = Counter()
         self._seen: dict[str, dict[str, int]] = {}  # of each model what it was, by the number of batches before
 
-    def first_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a loader; before the first one, the models are looked at."""
-        return batches if self._batches >= _LOOKS[-1] else chain(self._looked_at(batches), batches)
+    def observers(self) -> list[Callable[[int, Any], None]]:
+        """Return what is to be called before the loop has a batch, as long as there is something to look at."""
+        return [self._look_before] if self._batches < _LOOKS[-1] else []
 
-    def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches until there is no more to look at."""
-        for batch in batches:
-            if torch.is_grad_enabled():  # else it is no training
-                self._batches += 1
-                if self._batches in _LOOKS:
-                    self._look()
-            yield batch
-            if self._batches >= _LOOKS[-1]:
-                return
+    def _look_before(self, number: int, batch: Any) -> None:
+        if self._batches < _LOOKS[-1] and torch.is_grad_enabled():  # else it is no training
+            self._batches += 1
+            if self._batches in _LOOKS:
+                self._look()
 
     def _look(self) -> None:
         """Look at the models, tell the other ranks, and compare with what these have told.
