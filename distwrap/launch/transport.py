@@ -63,11 +63,10 @@ class NotSent(NamedTuple):
 
 def _sendable(rows: dict[str, Any]) -> dict[str, Any]:
     """Return rows of a registry, with a factory that explains itself for each that cannot be pickled."""
-    sent = {}
+    sent = dict(rows)
     for name, row in rows.items():
         try:
             dumps(row)
-            sent[name] = row
         except Exception as error:  # noqa: BLE001 - whatever is raised, the call may not need this one
             sent[name] = row._replace(factory=NotSent(name, f"{type(error).__name__}: {error}"), defaults={})
     return sent
@@ -145,10 +144,8 @@ def _adopt_main(function: Callable[..., Any]) -> None:
     if isinstance(function, types.FunctionType) and function.__module__ == "__main__":
         main = sys.modules["__main__"].__dict__
         for name, value in function.__globals__.items():
-            if not (name.startswith("__") and name.endswith("__")):
+            if os.path.isfile(value) if name == "__file__" else not (name.startswith("__") and name.endswith("__")):
                 main[name] = value
-        if os.path.isfile(script := function.__globals__.get("__file__", "")):
-            main["__file__"] = script
 
 
 def find_unpicklable(
