@@ -37,14 +37,14 @@ def _strategies(words: str) -> tuple[str, ...]:
 # A row is raised by a commit of its own, which gives the reason. The comment says which part of halving the package
 # takes it to its goal.
 ROWS = {
-    "modules": Row(1850 - 190, 2564, 2143, ("",)),  # falls with part 3
+    "modules": Row(1850 - 190, 2531, 2109, ("",)),  # falls with part 3
     "protocols": Row(190, 154, 187, ("protocols.py",)),
-    "_internals": Row(650, 1344, 1359, ("_internals/",)),  # part 1
+    "_internals": Row(650, 1307, 1320, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1086, 944, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
     "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
-    "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
+    "data": Row(1400, 2285, 2126, ("data/",)),  # part 3
     "devices": Row(430, 519, 531, ("devices/",)),  # part 1
     "environments": Row(420, 542, 480, ("environments/",)),  # part 3
     "group": Row(1000, 1601, 1531, ("group/",)),  # part 3
@@ -53,7 +53,7 @@ ROWS = {
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 299, 288, ("precision/",)),  # part 1
     "prove": Row(700, 1001, 911, ("prove/",)),  # part 3
-    "supervision": Row(800, 1511, 1574, ("supervision/",)),  # part 3
+    "supervision": Row(800, 1500, 1563, ("supervision/",)),  # part 3
     "testing": Row(1300, 1313, 1312, ("testing/",)),  # part 1
     "timing": Row(650, 826, 776, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1261, 1168, ("strategies/",)),  # part 1; with the front door
@@ -70,7 +70,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 1803, 1595, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 395, 290
+FILES, FILES_GOAL = 389, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
