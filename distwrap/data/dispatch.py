@@ -22,7 +22,7 @@ from distwrap.errors import CollectiveError, LoaderError, WorkerError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensors_apart import as_bytes, bytes_of, of_bytes, put_together, take_apart
-from distwrap.group.world import World, current_world
+from distwrap.group.world import RunPart, World, current_world
 from distwrap.wording import first_line
 
 _ALIGNED = 64  # bytes, at multiples of which each tensor of a message begins
@@ -37,7 +37,7 @@ class _Turn(IntEnum):
     FAILED = 3  # here is the error of the reader
 
 
-class DispatchGroup(Votes):
+class DispatchGroup(Votes, RunPart):
     """Connection between the reader and the other ranks, for one run: of the CPUs, and of nothing else.
 
     Attributes:

@@ -14,7 +14,7 @@ from distwrap.checks import SECONDS, whole
 from distwrap.data.votes import Votes
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
-from distwrap.group.world import current_world, say
+from distwrap.group.world import RunPart, current_world, say
 from distwrap.supervision.activity import Activity
 from distwrap.wording import first_names, named_ranks
 
@@ -104,7 +104,7 @@ def fit_batch_size(
         size //= 2
 
 
-class Fitting(Votes):
+class Fitting(Votes, RunPart):
     """Exchange of the outcomes of tries, apart from all exchanges of the function."""
 
     what = "fit_batch_size"

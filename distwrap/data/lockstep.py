@@ -19,7 +19,7 @@ from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
 from distwrap.data.votes import Votes
 from distwrap.errors import LoaderError
 from distwrap.group.collective_guard import check_collectives_allowed
-from distwrap.group.world import World, current_world, is_first_time, say
+from distwrap.group.world import RunPart, World, current_world, is_first_time, say
 from distwrap.supervision.activity import Activity
 from distwrap.wording import named_ranks
 
@@ -119,7 +119,7 @@ def in_step(loader: Any, uneven: Uneven, site: str) -> Lockstep[Any]:
     return Lockstep(loader, uneven, None, None, 30.0, listens=False, words=words)
 
 
-class LockstepStatus(Votes):
+class LockstepStatus(Votes, RunPart):
     """Exchange of the loops' status among the ranks of a run.
 
     Attributes:

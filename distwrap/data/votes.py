@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from distwrap.group.setup import require_group
-from distwrap.group.world import RunPart, World
+from distwrap.group.world import World
 from distwrap.supervision.activity import Activity
 
 
-class Votes(RunPart):
+class Votes:
     """Votes of the ranks of a run; in a single process there is nobody to ask.
 
     Attributes:
