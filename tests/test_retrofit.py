@@ -344,7 +344,7 @@ def test_a_model_that_is_not_found_is_no_silence() -> None:
             model(x).square().mean().backward()
             optimizer.step()
 
-    with pytest.raises(ModelError, match="about to step"):
+    with pytest.raises(ModelError, match="has not wrapped"):
         over_two_ranks(fit, "fork")(DataLoader(TensorDataset(torch.randn(16, 2)), batch_size=2))
 
 

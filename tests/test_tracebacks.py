@@ -204,7 +204,7 @@ def test_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
         assert name in told
     with pytest.raises(LookupError) as caught:
         run_ranks(in_a_forward, 2)
-    assert "in raise_failure" in "".join(traceback.format_tb(caught.tb))
+    assert "in raise_if_failed" in "".join(traceback.format_tb(caught.tb))
 
 
 @pytest.mark.parametrize("text", ["ful", "1", "yes"])

@@ -481,6 +481,7 @@ class Slotted:
         self.inside = inside
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_broadcast_takes_tensors_of_every_kind() -> None:
     """Conjugate and negative views, packed sequences, sparse tensors, and tensors inside of objects come whole."""
 

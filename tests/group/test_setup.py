@@ -92,6 +92,7 @@ def _seen() -> tuple[int, list[str | None]]:
     return pytest.importorskip("accelerate").Accelerator(cpu=True).num_processes, [*map(os.environ.get, names)]
 
 
+@pytest.mark.filterwarnings("ignore:OMP_NUM_THREADS")  # of Accelerate, about this machine
 @pytest.mark.processes("the variables are those of a process")
 def test_other_libraries_see_the_world() -> None:
     """Each rank has torchrun's variables as long as its group is there, and Accelerate reads them."""

@@ -174,7 +174,7 @@ def _beside(comm: str) -> None:
 @pytest.mark.parametrize("comm", few(["local_sgd(sync_every=2)", "decentralized"], 1))
 def test_a_parameter_outside_that_ranks_train_apart_is_noticed(comm: str) -> None:
     """Nothing brings it together."""
-    with pytest.raises(ModelError, match="wrapped models: 'tensor 3'"):
+    with pytest.raises(ModelError, match="wrapped models: 'tensor 3 of SGD'"):
         run_ranks(_beside, 2, comm)
 
 

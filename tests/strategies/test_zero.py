@@ -306,8 +306,8 @@ def refused() -> None:
         pass
     optimizer = OPTIMIZERS["sgd"](model)
     before = optimizer.state_dict()
-    at_first = float(loss())
-    assert float(optimizer.step(loss)) == at_first  # type: ignore[arg-type]
+    at_first = loss().item()
+    assert optimizer.step(loss).item() == at_first  # type: ignore[arg-type,attr-defined]
     assert not before["state"]
     with pytest.raises(ModelError, match="would return a part"):
         optimizer.state_dict()
