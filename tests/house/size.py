@@ -44,7 +44,7 @@ ROWS = {
     "cli": Row(650, 1137, 983, ("cli/",)),  # part 3
     "comm": Row(1250, 1637, 1666, ("comm/",)),  # part 1
     "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
-    "data": Row(1400, 2289, 2130, ("data/",)),  # part 3
+    "data": Row(1400, 2290, 2131, ("data/",)),  # part 3
     "devices": Row(430, 506, 515, ("devices/",)),  # part 1
     "environments": Row(420, 544, 482, ("environments/",)),  # part 3
     "group": Row(1000, 1590, 1522, ("group/",)),  # part 3
