@@ -9,6 +9,8 @@ from threading import Lock
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from distwrap._internals.torch import current_backward
 
@@ -148,3 +150,39 @@ def saving_hooks() -> Any:
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if hooks is None else hooks(True)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks, whose gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        dist.all_reduce(values := values.clone(), group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dist.all_reduce(gradient := gradient.contiguous().clone(), group=ctx.group)
+        return gradient, None
+
+
+def batch_norm_of_all(module: Any, x: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return what a BatchNorm makes of this rank's batch, normalized by the statistics of the batches of all ranks.
+
+    Each rank computes the whole, on any device; torch's SyncBatchNorm knows accelerators alone.
+
+    Args:
+        module: one of torch's BatchNorm classes.
+        x: this rank's batch, of which the rows may be more or fewer than on other ranks.
+        group: of the ranks, by default all.
+    """
+    if not (module.training and dist.is_initialized()):
+        return nn.BatchNorm1d.forward(module, x)
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([len(x)]), group=group)
+    sizes, rank = [int(count) for count in counts], dist.get_rank(group)
+    rows = [x if each == rank else x.new_zeros(size, *x.shape[1:]) for each, size in enumerate(sizes)]
+    everyones = nn.BatchNorm1d.forward(module, _Sum.apply(torch.cat(rows), group))  # type: ignore[no-untyped-call]
+    parts: list[torch.Tensor] = everyones.split(sizes)  # type: ignore[no-untyped-call]
+    return parts[rank]

@@ -29,6 +29,7 @@ from torch.distributed import device_mesh, distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 from distwrap._internals.torch import replaced
+from distwrap._internals.torch_autograd import batch_norm_of_all
 from distwrap.errors import LaunchError
 
 BACKEND = "simulated"
@@ -284,16 +285,7 @@ def answered_for_ranks(
 
 
 def _normalize(_: Any, self: Any, x: Any) -> Any:
-    """Be ``SyncBatchNorm.forward`` on the CPU, where torch has none: normalize the batches of all ranks together."""
-    if not (self.training and dist.is_initialized()):
-        return nn.BatchNorm1d.forward(self, x)
-    functional: Any = import_module("torch.distributed.nn.functional")  # takes the default group of its import
-    group, size, rank = self.process_group, dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([len(x)]), group=group)
-    rows = [x.new_empty(int(count), *x.shape[1:]) for count in counts]
-    y: Any = nn.BatchNorm1d.forward(self, torch.cat(functional.all_to_all(rows, [x] * size, group=group)))
-    return y.split([len(row) for row in rows])[rank]
+    return batch_norm_of_all(self, x, self.process_group)
 
 
 def _refuse_spawn(*_: Any, **__: Any) -> NoReturn:

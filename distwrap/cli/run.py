@@ -1,6 +1,7 @@
 """``distwrap run``: a script that calls the helpers, on ranks that are started as those of a decorated function."""
 
 import argparse
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -29,7 +30,26 @@ def add_arguments(commands: Any) -> None:
             words = [*_SHORT.get(name, []), f"--{name.replace('_', '-')}"]
             parser.add_argument(*words, metavar="X", help=declared.line.replace("%", "%%"))
     add_script(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=lambda given: run(_told_apart(given, parser)))
+
+
+def _told_apart(given: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the arguments, where ``-n 2`` alone, or options of ours before a ``--``, may follow the script.
+
+    Raises:
+        OptionError: it cannot be told whose an option behind the script is.
+    """
+    words, ours = list(given.arguments), {"-n", *(f"--{name.replace('_', '-')}" for name in DECLARATIONS)}
+    own = words[: words.index("--")] if "--" in words else words
+    found = [word for word in own if word.partition("=")[0] in ours or re.fullmatch(r"-n\d+", word)]
+    if not found:
+        return given
+    if "--" not in words and not (found[0].startswith(("-n", "--nprocs")) and len(own) <= 2):
+        raise OptionError(
+            f"{found[0]} stands behind {given.script}, so it may be the script's or this command's. Write the command's"
+            f" options before the script, or the script's own behind --: {given.script} -n 2 -- --epochs 1."
+        )
+    return parser.parse_args([*own, given.script, *words[len(own) :]], given)
 
 
 def run(given: argparse.Namespace) -> int:

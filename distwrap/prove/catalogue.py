@@ -73,7 +73,7 @@ _TEXTS = {
     ),
     "DW402 batch-statistics": (
         "layers normalize by the statistics of the rank's part of the batch",
-        "say wrap_model(model, sync_batchnorm=True), on GPUs, which a proof does not use; or GroupNorm",
+        "say wrap_model(model, sync_batchnorm=True), or take GroupNorm",
     ),
     "DW403 state-lost": (
         "what goes on from a checkpoint is not what was cut off",

@@ -157,6 +157,7 @@ def compare(one: World, several: World, resumed: int = 0) -> Comparison:
 def _compare(one: World, several: World, found: Comparison) -> bool:
     ranks = [several.seen.get(rank, Seen()) for rank in range(several.ranks)]
     alone, start = one.seen.get(0, Seen()), 0
+    alone.statistics &= any(seen.statistics for seen in ranks)  # else each rank's are those of all batches
     if found.resumed:
         begun = [seen.steps[0] for seen in ranks if seen.steps]
         start = min(

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.optimizer_steps import OptimizerSteps, Phase
 from distwrap.group.world import RunPart, World, current_world, say_once
+from distwrap.model.batch_norm import sync_batch_norm
 from distwrap.model.checks.drift import Drift
 from distwrap.model.checks.optimizers import Optimizers
 from distwrap.model.checks.same_inputs import SameInputs
@@ -60,7 +61,8 @@ def wrap_model(
         device: where to put it; by default this rank's device.
         precision: ``"32"``, ``"bf16"``, ``"fp16"`` or ``"bf16-true"``, instead of the run's. The forward runs under
             autocast, or with weights and inputs in bfloat16, and returns its floating-point outputs in float32.
-        sync_batchnorm: turn BatchNorm into SyncBatchNorm (torch has it on accelerators only).
+        sync_batchnorm: let BatchNorm take its statistics from the batches of all ranks; by torch's SyncBatchNorm, or on
+            CPUs by one of ours that computes the same.
         forward_methods: ``"auto"``: a method begins a forward when it calls a module inside of the model. Or a list of
             the methods that may; all others then run on the bare model.
         comm: how the ranks exchange what they have learnt, instead of the run's algorithm: a name, as ``"bytegrad"``, a
@@ -96,14 +98,8 @@ def wrap_model(
     chosen = strategies.make(strategy) if strategy is not None else world.strategy
     algorithm = algorithms.make(comm) if comm is not None else world.options.comm
     where = torch.device(device) if device is not None else world.device
-    if sync_batchnorm:
-        if where.type == "cpu" and world.placement.world_size > 1:
-            raise ModelError(
-                "sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU. Leave "
-                "it out here."
-            )
-        if where.type != "cpu":  # on which BatchNorm of one process does the same
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    if sync_batchnorm and (where.type != "cpu" or world.placement.world_size > 1):
+        model = sync_batch_norm(model, where)
     check_forward_methods(model, forward_methods)
     _refuse_divided(model, world)
     world.part(Unwrapped).local.discard(model)

@@ -80,6 +80,23 @@ def test_a_rank_that_fails(
     assert "cli/run.py" not in told
 
 
+def test_options_may_follow_the_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """-n alone, or what stands before --; what may be the script's is refused, and nothing is started."""
+    script.write_text("import sys, distwrap\nprint(distwrap.world_size(), sys.argv[1:], flush=True)\n")
+    more = ["--launcher", "simulate"]
+    for words, ranks, its in (
+        ([str(script), "-n", "1"], 1, []),
+        ([str(script), "-n1", "--", "-n", "3"], 1, ["-n", "3"]),
+        ([*more, str(script), "--nprocs=2", "--", "--seed", "3"], 2, ["--seed", "3"]),
+        (["-n", "1", str(script), "--epochs", "1"], 1, ["--epochs", "1"]),
+    ):
+        assert main(["run", *words]) == 0
+        assert capsys.readouterr().out == f"{ranks} {its}\n" * ranks
+    for words in (["--seed", "3"], ["--epochs", "1", "-n2"], ["--seed=3", "x"]):
+        assert main(["run", str(script), *words]) == 2
+        assert "may be the script's or this command's" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("launcher", "ranks"), [("forkserver", 2), ("auto", 1)])
 def test_its_own_exit_code(launcher: str, ranks: int, script: Path) -> None:
     with pytest.raises(SystemExit, match="3"):

@@ -14,10 +14,10 @@ from torch.distributed.algorithms.join import Join
 
 import distwrap as dw
 from distwrap.environments import distwrap_environment
-from distwrap.errors import ModelError, OptionError
+from distwrap.errors import OptionError
 from distwrap.model import buffers
 from distwrap.model.wrapped_models import handle_of
-from distwrap.testing import run_ranks, simulate
+from distwrap.testing import run_ranks
 
 
 class Net(nn.Module):
@@ -207,22 +207,6 @@ def test_a_large_buffer_that_never_changes_does_not_travel() -> None:
         return len(handle_of(model).buffers._packed())
 
     assert max(run_ranks(on_rank, 2)) < 20_000
-
-
-def test_sync_batchnorm_is_refused_on_the_cpu_before_any_step() -> None:
-    """torch has SyncBatchNorm on accelerators only; in one process it is BatchNorm and works."""
-
-    def on_rank() -> None:
-        with pytest.raises(ModelError, match="on accelerators only"):
-            dw.wrap_model(Net(), sync_batchnorm=True)
-
-    run_ranks(on_rank, 2)
-
-    def computed() -> torch.Size:
-        found: torch.Tensor = dw.wrap_model(Net(), sync_batchnorm=True)(torch.randn(3, 2, dtype=torch.float64))
-        return found.shape
-
-    assert [computed(), *simulate(computed, 1)] == [(3, 2)] * 2  # the second in a process group
 
 
 def test_a_rank_ahead_of_rank_zero_waits_for_its_statistics() -> None:

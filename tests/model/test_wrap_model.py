@@ -249,10 +249,10 @@ def test_wrong_arguments_are_named(wrap, error, words) -> None:  # type: ignore[
 
 
 def test_what_cannot_work_on_several_ranks_is_refused() -> None:
-    """One-process strategies, and SyncBatchNorm on the CPU, are refused in a world of two ranks."""
+    """One-process strategies are refused in a world of two ranks."""
 
     def on_rank() -> None:
-        for options in ({"strategy": "single"}, {"strategy": "dp"}, {"sync_batchnorm": True}):
+        for options in ({"strategy": "single"}, {"strategy": "dp"}):
             with pytest.raises(ModelError):
                 dw.wrap_model(nn.BatchNorm1d(1), **options)
 

@@ -558,3 +558,25 @@ def test_ranks_that_divide_a_model(strategy: str) -> None:
         prove(loop, True, ranks=[2])
     with pytest.raises(ProofError, match="DW201 samples-twice"):
         prove(loop, False, False, False, ranks=[4])
+
+
+def normalized(sync: bool) -> float:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    model = dw.wrap_model(net, sync_batchnorm=sync)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = torch.zeros(1)
+    for x, y in shard_loader(DataLoader(TensorDataset(torch.randn(48, 4), torch.randn(48, 1)), batch_size=12)):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+    return dw.mean(loss.item())
+
+
+@pytest.mark.slow(WHY)
+def test_batch_norm_over_all_ranks_is_equal() -> None:
+    """What helps where layers normalize by a rank's part can be proven: statistics of all ranks' batches are alike."""
+    with pytest.raises(ProofError, match="DW402 batch-statistics"):
+        prove(normalized, False, ranks=[2])
+    assert "BatchNorm" not in str(prove(normalized, True, ranks=[2, 3]))
