@@ -9,7 +9,6 @@ import libcst as cst
 from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.names import LOADER
-from distwrap.convert.rules.readers import shuffles
 from distwrap.convert.script import Function, argument, constant, path_of
 from distwrap.convert.shares import (
     SHAPES,
@@ -188,7 +187,7 @@ def _repeating(facts: ScriptFacts, shard: cst.Call) -> cst.Call | None:
         return None
     is_cut = constant(argument(loader, "drop_last", 8)) is True
     pads = constant(mode) == "pad" or constant(argument(loader, "shuffle", 2)) is True
-    return loader if pads and shuffles(loader) and not is_cut else None
+    return loader if pads and constant(argument(loader, "shuffle", 2)) not in (None, False) and not is_cut else None
 
 
 def _divisions(facts: ScriptFacts, function: Function | None) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:

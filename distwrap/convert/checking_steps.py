@@ -10,7 +10,7 @@ from distwrap.convert.facts import Loop, ScriptFacts, TrainingLoop
 from distwrap.convert.findings import Notes
 from distwrap.convert.names import LEVELS
 from distwrap.convert.own_data import own_branches, own_names
-from distwrap.convert.rules.closures import note_closures
+from distwrap.convert.rules.hints import steps_by_loss
 from distwrap.convert.rules.losses import SUM, WEIGHTED, WEIGHTS_FIX, is_sum, is_weighted
 from distwrap.convert.script import argument, constant, path_of
 from distwrap.convert.shares import batch_names, carriers, is_collective, is_shared, is_size, mentions_ranks, shards_of
@@ -104,10 +104,12 @@ def _is_in_schedule(facts: ScriptFacts, call: cst.Call) -> bool:
 def closures(facts: ScriptFacts, notes: Notes) -> None:
     """Note closures whose loss, of a batch of one rank's share, decides a step."""
     shared = [each.loop for each in facts.training_loops if is_shared(facts, each.loop)]
-    for call, why in note_closures(facts):
-        if not any(facts.script.inside(call, loop) for loop in shared):
-            continue
-        notes.add(facts.script.line(call), "closure", why, "return mean(loss) in the closure, the mean over the ranks")
+    for call in steps_by_loss(facts):
+        if any(facts.script.inside(call, loop) for loop in shared):
+            notes.add(
+                facts.script.line(call), "closure", "LBFGS decides by the closure's loss how far it steps, so that "
+                "ranks step apart", "return mean(loss) in the closure, the mean over the ranks",
+            )  # fmt: skip
 
 
 def branches(facts: ScriptFacts, notes: Notes) -> None:

@@ -10,7 +10,6 @@ import libcst as cst
 from distwrap.convert.by_hand import refuse_other_libraries
 from distwrap.convert.conversion import BY_HAND, Conversion, ConversionOptions
 from distwrap.convert.findings import Notes
-from distwrap.convert.folding import at_lines_of, folded
 from distwrap.convert.imports import used_names, without_unused
 from distwrap.convert.script import Script
 from distwrap.convert.sources import SOURCES
@@ -25,11 +24,13 @@ class Converted:
         text: the converted script, or the script unchanged if nothing was done.
         notes: the notes for the user.
         is_result: whether the script was converted, or needs no conversion.
+        command: the command that runs it on several ranks, without its name.
     """
 
     text: str
     notes: Notes
     is_result: bool
+    command: str = "python"
 
 
 def convert(script: Script, options: ConversionOptions | None = None) -> Converted:
@@ -51,9 +52,6 @@ def convert(script: Script, options: ConversionOptions | None = None) -> Convert
             )  # fmt: skip
             return Converted(script.text, conversion.notes, True)
     refuse_other_libraries(script)
-    text = folded(script)
-    if text is not None and text != script.text:
-        return _convert_folded(script, Script(text, script.name), options)
     source = next(each for each in SOURCES if each.applies(conversion))
     if source.needs_loop and not conversion.facts.training_loops:
         conversion.unsure(
@@ -63,18 +61,7 @@ def convert(script: Script, options: ConversionOptions | None = None) -> Convert
         return Converted(script.text, conversion.notes, False)
     if not source.convert(conversion):
         return Converted(script.text, _only_reasons(conversion), False)
-    return Converted(_with_imports(conversion), conversion.notes, True)
-
-
-def _convert_folded(script: Script, shorter: Script, options: ConversionOptions | None) -> Converted:
-    """Convert a script without its branches for one process; the notes have the original line numbers."""
-    result = convert(shorter, options)
-    notes = at_lines_of(result.notes, script, shorter)
-    notes.add(
-        1, "branches", "where the script runs with ranks or without, the way with ranks stays: it does for one "
-        "process too", outcome="done" if result.is_result else "left",
-    )  # fmt: skip
-    return Converted(result.text if result.is_result else script.text, notes, result.is_result)
+    return Converted(_with_imports(conversion), conversion.notes, True, conversion.command())
 
 
 def _with_imports(conversion: Conversion) -> str:
@@ -86,8 +73,9 @@ def _with_imports(conversion: Conversion) -> str:
     script, edits = conversion.script, conversion.edits
     without_import = edits.apply()
     _check(without_import, script.name)
-    conversion.helpers.keep(used_names(f"{without_import}\n{conversion.below_imports}\n"))
-    conversion.helpers.add(edits, following=conversion.below_imports)
+    below = script.newline.join(conversion.below_imports)
+    conversion.helpers.keep(used_names(f"{without_import}\n{below}\n"))
+    conversion.helpers.add(edits, following=below)
     text = edits.apply()
     _check(text, script.name)
     text = without_unused(script.text, Script(text, script.name))
@@ -98,7 +86,7 @@ def _with_imports(conversion: Conversion) -> str:
 def _only_reasons(conversion: Conversion) -> Notes:
     """Return the notes without the changes, which were not made."""
     notes = Notes(conversion.script.text)
-    for each in conversion.notes.of("left", "unsure"):
+    for each in conversion.notes.of("todo", "left", "unsure"):
         notes.add(each.line, each.rule, each.why, each.fix, each.outcome)
     return notes
 

@@ -11,7 +11,7 @@ import libcst as cst
 from distwrap.convert.script import Script
 from distwrap.errors import ConversionError
 
-IMPORTS, HEAD, LINE, INDENT, WITHIN = range(5)
+IMPORTS, LINE, WITHIN = range(3)
 
 
 class Edit(NamedTuple):
@@ -22,7 +22,7 @@ class Edit(NamedTuple):
         end: the byte after the last one to replace; equal to `start` for an insertion.
         text: the new text.
         number: the position of the edit in the order of the requests.
-        layer: order of insertions at one place: imports, block heads, whole lines, indentation, text in a line.
+        layer: order of insertions at one place: imports, whole lines, text in a line.
     """
 
     start: int
@@ -39,11 +39,6 @@ class Edits:
         self.script = script
         self._edits: list[Edit] = []
         self._removed: dict[cst.CSTNode, None] = {}
-        self.indented_from: int | None = None  # start of the code that a new function encloses
-        self.indented_already = (0, 0)  # its lines lose their block header, so they keep their indentation
-
-    def __bool__(self) -> bool:
-        return bool(self._edits or self._removed)
 
     def insert(self, place: int, text: str, layer: int = WITHIN) -> None:
         """Insert text before a byte."""
@@ -90,22 +85,12 @@ class Edits:
         start = self.line_start(self.script.span(statement)[0])
         self.insert(start, f"{self.indent_of(statement)}{text}{self.script.newline}", LINE)
 
-    def line_after(self, statement: cst.CSTNode, text: str) -> None:
-        """Insert a line below a statement, with its indentation."""
-        end = self.line_end(self.script.span(statement)[1])
-        broken = "" if self.script.data[:end].endswith(b"\n") else self.script.newline
-        self.insert(end, f"{broken}{self.indent_of(statement)}{text}{self.script.newline}", LINE)
-
     def has_line_of_its_own(self, statement: cst.CSTNode) -> bool:
         """Return whether a statement is alone on its line, so that text can go before it."""
         line = self.script.parent(statement) if isinstance(statement, cst.BaseSmallStatement) else statement
         if isinstance(line, cst.SimpleStatementLine) and len(line.body) > 1:
             return False
         return line is not None and isinstance(self.script.parent(line), (cst.IndentedBlock, cst.Module))
-
-    def is_indented_already(self, place: int) -> bool:
-        """Return whether a byte is in the region whose lines keep their indentation."""
-        return self.indented_already[0] <= place < self.indented_already[1]
 
     def remove(self, node: cst.CSTNode) -> None:
         """Remove a statement; a block that becomes empty is removed with its header."""
@@ -156,14 +141,7 @@ class Edits:
                     f"{self.script.name}, line {line}: two changes want the same text, so none is made. Write the "
                     f"line in simpler parts, and try again."
                 )
-            is_inner = (
-                edit.layer == LINE
-                and edit.start == edit.end
-                and self.indented_from is not None
-                and edit.start >= self.indented_from
-                and not self.is_indented_already(edit.start)
-            )
-            result += [data[place : edit.start], (self.script.indent * is_inner + edit.text).encode()]
+            result += [data[place : edit.start], edit.text.encode()]
             place = edit.end
         return b"".join([*result, data[place:]]).decode()
 
@@ -238,8 +216,6 @@ class Edits:
 
 def _is_gone(edit: Edit, other: Edit) -> bool:
     """Return whether an edit lies inside the text that another edit replaces."""
-    if edit.layer == INDENT:
-        return other.start < edit.start < other.end or (other.layer == LINE and other.start == edit.start)
     at_edge = edit.start == edit.end and edit.start in (other.start, other.end)
     is_longer = other.end - other.start > edit.end - edit.start
     return other.start <= edit.start and edit.end <= other.end and is_longer and not at_edge

@@ -38,7 +38,6 @@ AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "
 SCALER = (
     "torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
 )  # fmt: skip
-CLIP = ("torch.nn.utils.clip_grad_norm_",)
 
 # Random numbers
 

@@ -7,6 +7,7 @@ import libcst as cst
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.script import argument, constant, keyword_of, path_of
+from distwrap.convert.shares import batch_names
 
 _WEIGHTED = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
 SUM = (
@@ -24,22 +25,15 @@ def note_losses(conversion: Conversion) -> None:
     """Note losses whose gradients differ from those of one process, where a batch is divided among the ranks."""
     script, facts = conversion.script, conversion.facts
     for each in facts.training_loops:
-        if not conversion.global_batch and each.loop not in conversion.split_batches:
-            continue
+        if not conversion.global_batch:
+            return
+        names = batch_names(facts, each.loop)
         for call, attribute in script.method_calls("backward", each.body):
             sources = list(facts.values.sources(attribute.value, returned=True))
-            if any(source is not None and _has_sum(facts, source) for source in sources):
+            if any(source is not None and is_sum(facts, source, names) for source in sources):
                 conversion.left(call, "sum", SUM, f"({script.code(attribute.value)} * world_size()).backward()")
             elif any(source is not None and is_weighted(facts, source) for source in sources):
                 conversion.left(call, "sum", WEIGHTED, WEIGHTS_FIX)
-
-
-def _has_sum(facts: ScriptFacts, node: cst.BaseExpression, depth: int = 3) -> bool:
-    """Return whether a loss is a sum over its batch, or contains such a sum."""
-    if isinstance(node, cst.BinaryOperation):
-        parts = [one for side in (node.left, node.right) for one in facts.values.sources(side, returned=True)]
-        return depth > 0 and any(each is not None and _has_sum(facts, each, depth - 1) for each in parts)
-    return isinstance(node, cst.Call) and (_asks_for_sum(facts, node) or _is_sum_of(facts, node) is not None)
 
 
 def is_sum(facts: ScriptFacts, node: cst.BaseExpression, of_batch: set[str], depth: int = 3) -> bool:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.sources.data_parallel import convert_data_parallel, is_data_parallel
 from distwrap.convert.sources.ddp import convert_ddp, is_ddp
-from distwrap.convert.sources.plain import convert_plain
+from distwrap.convert.sources.plain import convert_data_parallel, convert_plain, is_data_parallel
 from distwrap.convert.sources.spawn import convert_spawn, is_spawn
 
 

@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import SPAWN
-from distwrap.convert.rules.entry import decorate
+from distwrap.convert.rules.entry import write_entry
 from distwrap.convert.script import Function, argument, is_docstring, keywords_of, path_of
 from distwrap.convert.sources.ddp import convert_body
 
@@ -35,13 +35,15 @@ def convert_spawn(conversion: Conversion) -> bool:
     ):
         conversion.unsure(calls[0], "spawn", "its arguments or its value are not plain", "a plain call of the function")
         return False
-    conversion.reach.begin_at(function)
+    conversion.begin_at(function)
     first = function.params.params[0].name.value
     conversion.rank_names.add(first)
     for call in calls:
         _call_plainly(conversion, call, function)
     _drop_parameter(conversion, function, first)
-    return convert_body(conversion) and decorate(conversion, function)
+    convert_body(conversion, joins=False)
+    write_entry(conversion, [])
+    return True
 
 
 def _can_replace(call: cst.Call) -> bool:
