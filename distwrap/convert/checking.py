@@ -6,19 +6,17 @@ from collections.abc import Callable
 
 import libcst as cst
 
-from distwrap.convert.checking_passes import own_shares, repeated_samples, whole_sums
-from distwrap.convert.checking_steps import branches, closures, early_lengths, losses
+from distwrap.convert.checking_steps import branches, closures, losses
 from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.names import AUGMENTING, COLLECTIVES, DATA_PARALLEL, INIT, SAMPLER, SEEDS, WRAPPER
 from distwrap.convert.script import Script, argument, constant, is_about_rank, path_of
 from distwrap.convert.shares import (
     is_called_in_a_collective,
-    is_collective,
-    is_given_to_a_collective,
     is_in_a_collective,
     is_sharded_for,
     is_shared,
+    own_numbers,
 )
 from distwrap.convert.values import root_of
 
@@ -177,26 +175,16 @@ def _seeds(facts: ScriptFacts, notes: Notes) -> None:
 
 
 def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
-    """Note sums of ``.item()`` in a loop that are not added up over the ranks."""
+    """Note numbers that a loop over a share makes, and by which ranks decide, or that leave their function."""
     script = facts.script
-    for added in script.find(cst.AugAssign):
-        path, function = path_of(added.target), script.function_of(added)
-        loop = next((each for each in script.ancestors(added) if isinstance(each, cst.For)), None)
-        if path is None or loop is None or not any(script.method_calls("item", added.value)):
+    for loop in script.find(cst.For):
+        if not is_shared(facts, loop) or is_called_in_a_collective(facts, script.function_of(loop)):
             continue
-        if not is_shared(facts, loop):
-            continue
-        scope: cst.CSTNode = function or script.tree
-        shared = is_given_to_a_collective(script, path, scope)
-        parts = [each for name in script.find(cst.Name, added.value) for each in facts.values.bound(name)]
-        shared = shared or any(is_collective(script, each.unpacked or each.value) for each in parts)
-        shared = shared or is_called_in_a_collective(facts, function)
-        end = script.span(loop)[1]
-        reads = [node for node in script.find(cst.Name, scope) if node.value == path and script.span(node)[0] > end]
-        if reads and not shared:
+        for node, name, decides in own_numbers(facts, loop):
             notes.add(
-                script.line(added), "own-sum", f"{path} is the sum of this rank's share alone",
-                f'{path} = reduce({path}, op="sum") after the loop, or mean({path}, count)',
+                script.line(node), "own-sum", f"{name} is of this rank's share alone"
+                + (", and ranks decide apart by it" if decides else ""),
+                f'{name} = reduce({name}, op="sum") after the loop, or mean({name}, count)',
             )  # fmt: skip
 
 
@@ -209,10 +197,11 @@ def _own_sums_in_one_expression(facts: ScriptFacts, notes: Notes) -> None:
             continue
         if not is_shared(facts, summed.for_in) or is_in_a_collective(script, call):
             continue
-        function, made = script.function_of(call), script.assignment_of(call)
+        made = script.assignment_of(call)
         path = None if made is None else path_of(made.targets[0].target)
-        shared = path is not None and is_given_to_a_collective(script, path, function or script.tree)
-        if not shared and not is_called_in_a_collective(facts, function):
+        function = script.function_of(call)
+        reads = [node for node in script.reads(path, function) if is_in_a_collective(script, node)]
+        if not reads and not is_called_in_a_collective(facts, function):
             notes.add(
                 script.line(call), "own-sum", "this sum is of this rank's share alone",
                 'reduce(sum(…), op="sum"), or mean(sum(…) / count, count)',
@@ -245,6 +234,5 @@ def _unshared_training(facts: ScriptFacts, notes: Notes) -> None:
 
 RULES: tuple[Rule, ...] = (
     _set_epoch, _module, _collective_on_one_rank, _save_by_all, _seeds, _own_sums, _own_sums_in_one_expression,
-    _sampler_and_shuffle, _unshared_training, branches, own_shares, repeated_samples, whole_sums, losses,
-    early_lengths, closures,
+    _sampler_and_shuffle, _unshared_training, branches, losses, closures,
 )  # fmt: skip

@@ -8,12 +8,10 @@ import libcst as cst
 
 from distwrap.convert.facts import Loop, ScriptFacts, TrainingLoop
 from distwrap.convert.findings import Notes
-from distwrap.convert.names import LEVELS
-from distwrap.convert.own_data import own_branches, own_names
 from distwrap.convert.rules.hints import steps_by_loss
 from distwrap.convert.rules.losses import SUM, WEIGHTED, WEIGHTS_FIX, is_sum, is_weighted
-from distwrap.convert.script import argument, constant, path_of
-from distwrap.convert.shares import batch_names, carriers, is_collective, is_shared, is_size, mentions_ranks, shards_of
+from distwrap.convert.script import argument, constant
+from distwrap.convert.shares import batch_names, is_collective, is_shared, is_size, own_branches, own_names, shards_of
 
 
 def losses(facts: ScriptFacts, notes: Notes) -> None:
@@ -39,66 +37,6 @@ def backward_calls(facts: ScriptFacts, training: TrainingLoop) -> Iterator[tuple
     for call in facts.script.calls("distwrap.backward", within=training.body):
         if call.args:
             yield call, call.args[0].value
-
-
-def early_lengths(facts: ScriptFacts, notes: Notes) -> None:
-    """Note lengths of a loader that are taken before it is sharded, where it has more batches."""
-    script = facts.script
-    for shard in script.calls("distwrap.shard_loader"):
-        statement, given = script.assignment_of(shard), argument(shard, "loader", 0)
-        path = path_of(given)
-        if statement is None or path is None or constant(argument(shard, "batch_size")) == "global":
-            continue
-        is_same = path_of(statement.targets[0].target) == path
-        for call in script.calls("builtins.len", within=script.function_of(shard)):
-            is_of_path = len(call.args) == 1 and path_of(call.args[0].value) == path
-            if not is_of_path or mentions_ranks(script, script.small_statement_of(call)):
-                continue
-            is_early = is_same and script.span(call)[1] <= script.span(statement)[0] and _is_used(facts, call)
-            if is_early or (not is_same and _is_in_schedule(facts, call)):
-                notes.add(
-                    script.line(call), "early-length", f"{script.code(call)} is the number of batches of one process; "
-                    "the sharded loader has as many times less as there are ranks",
-                    f"len(...) of what shard_loader({path}) returns, after that line",
-                )  # fmt: skip
-
-
-def _is_used(facts: ScriptFacts, call: cst.Call) -> bool:
-    """Return whether a length, or what is computed of it, is used for more than output."""
-    script, function = facts.script, facts.script.function_of(call)
-    statement = script.small_statement_of(call)
-    if not isinstance(statement, cst.Assign) or _is_in_schedule(facts, call):
-        return not _only_shows(facts, call)
-    given = {path for each in statement.targets if (path := path_of(each.target)) is not None}
-    held = carriers(facts, function, given)
-    return any(
-        node.value in held
-        and script.span(node)[0] > script.span(statement)[1]
-        and not isinstance(script.parent(node), cst.AssignTarget)
-        and not script.is_label(node)
-        and not _only_shows(facts, node)
-        for node in script.find(cst.Name, function)
-    )
-
-
-def _only_shows(facts: ScriptFacts, node: cst.CSTNode) -> bool:
-    """Return whether a node is in a statement that shows or tests something."""
-    statement = facts.script.small_statement_of(node)
-    shown = statement.value if isinstance(statement, cst.Expr) else None
-    name = path_of(shown.func) if isinstance(shown, cst.Call) else None
-    is_output = name == "print" or (name or "").split(".")[-1] in LEVELS
-    is_text = any(isinstance(each, cst.FormattedString) for each in facts.script.ancestors(node))
-    return isinstance(statement, cst.Assert) or is_output or is_text
-
-
-def _is_in_schedule(facts: ScriptFacts, call: cst.Call) -> bool:
-    """Return whether a length is given to a learning rate scheduler."""
-    script = facts.script
-    return any(
-        any("lr_scheduler" in name or name.endswith(("LR", "_schedule", "_schedule_with_warmup")) for name in names)
-        for each in script.ancestors(call)
-        if isinstance(each, cst.Call) and (names := script.names(each.func))
-    )
 
 
 def closures(facts: ScriptFacts, notes: Notes) -> None:

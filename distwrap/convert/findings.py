@@ -15,11 +15,8 @@ _MISTAKES = {
     "sum": "DW102",
     "module": "DW104",
     "not-sharded": "DW201",
-    "repeated": "DW201",
     "own-sum": "DW204",
-    "own-share": "DW204",
-    "whole-sum": "DW204",
-    "early-length": "DW301",
+    "metric": "DW204",
     "branch": "DW302",
     "closure": "DW401",
 }

@@ -85,7 +85,6 @@ WRITERS = (
     "tensorboardX.SummaryWriter", "wandb.init",
 )  # fmt: skip
 RECORDS = ("wandb.log", "wandb.finish", "wandb.watch", "mlflow.log_metric", "mlflow.log_metrics", "mlflow.log_params")
-LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 
 # Files
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.own_data import is_of_own, own_names
 from distwrap.convert.script import argument, constant, is_about_rank, path_of
+from distwrap.convert.shares import is_of_own, own_names
 
 
 def save_once(conversion: Conversion) -> None:

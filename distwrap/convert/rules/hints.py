@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import Loop, ScriptFacts
 from distwrap.convert.names import AUTOCAST, DRAWS, DRAWS_IN_PLACE, SCALER
-from distwrap.convert.own_data import own_branches, own_names
-from distwrap.convert.script import argument, constant, path_of
-from distwrap.convert.shares import is_collective
-
-_ADDS = ("append", "extend", "add", "update")
+from distwrap.convert.script import argument, path_of
+from distwrap.convert.shares import is_collective, own_branches, own_names, own_numbers
 
 
 def say_what_is_left(conversion: Conversion) -> None:
@@ -37,63 +32,17 @@ def say_what_is_left(conversion: Conversion) -> None:
 
 def _numbers(conversion: Conversion, loop: Loop) -> None:
     """Say where a number that a loop over a share makes decides something, or leaves its function."""
-    script, facts, function = conversion.script, conversion.facts, conversion.script.function_of(loop)
-    own, end = _made_in(script.nodes(loop.body), conversion, loop), script.span(loop)[1]
-    noted = False
-    for node in script.nodes(function):
-        if script.span(node)[0] < end or script.function_of(node) is not function:
-            continue
-        name = next((each for each in _decides_by(facts, node) if each in own), None)
-        if name is not None:
-            own -= {name}
+    for node, name, decides in own_numbers(conversion.facts, loop):
+        if decides:
             conversion.todo(
                 node, "metric", f"{name} is of this rank's share, and ranks would decide apart",
                 f"{name} = mean({name})",
             )  # fmt: skip
-        elif not noted and (isinstance(node, cst.Return) or script.is_a(node, "builtins.print")):
-            name = next((each for each in sorted(own) if any(script.reads(each, node))), None)
-            noted = name is not None
-            if name is not None:
-                conversion.left(
-                    node, "metric", f"{name} is of this rank's share, as a sum over a share is",
-                    f"mean({name}, count) or reduce({name}, op=\"sum\") where a number of all ranks is wanted",
-                )  # fmt: skip
-        elif isinstance(node, cst.Assign) and not isinstance(node.value, (cst.Tuple, cst.List)):
-            paths = {path for each in node.targets if (path := path_of(each.target)) is not None}
-            is_own = any(any(script.reads(each, node.value)) for each in own)
-            own = own | paths if is_own and not _is_exchanged(conversion, node.value) else own - paths
-
-
-def _made_in(nodes: Iterator[cst.CSTNode], conversion: Conversion, loop: Loop) -> set[str]:
-    """Return the names and attributes that a loop makes of its batches: assigned, added to, appended to, updated."""
-    found = own_names(conversion.script, conversion.facts, loop)
-    for node in nodes:
-        if isinstance(node, cst.AugAssign) and constant(node.value) is ...:
-            found.add(path_of(node.target) or "")
-        elif isinstance(node, cst.Expr) and isinstance(node.value, cst.Call):
-            call = node.value
-            if isinstance(call.func, cst.Attribute) and call.func.attr.value in _ADDS and call.args:
-                found.add(path_of(call.func.value) or "")
-    return {each for each in found - {""} if "bar" not in each and "scaler" not in each.lower()}
-
-
-def _decides_by(facts: ScriptFacts, node: cst.CSTNode) -> Iterator[str]:
-    """Yield the names by which a node decides: a test, a scheduler's step, a minimum or maximum."""
-    given: list[cst.CSTNode] = []
-    if isinstance(node, (cst.If, cst.While, cst.IfExp)):
-        given = [node.test]
-    elif isinstance(node, cst.Call):
-        steps = isinstance(node.func, cst.Attribute) and node.func.attr.value == "step"
-        if (facts.script.is_a(node, "builtins.min", "builtins.max") and len(node.args) > 1) or (
-            steps and isinstance(node.func, cst.Attribute) and facts.is_scheduler(node.func.value)
-        ):
-            given = list(node.args)
-    for each in given:
-        yield from (path for one in facts.script.expressions(each) if (path := path_of(one)) is not None)
-
-
-def _is_exchanged(conversion: Conversion, node: cst.CSTNode) -> bool:
-    return any(is_collective(conversion.script, call) for call in conversion.script.find(cst.Call, node))
+        else:
+            conversion.left(
+                node, "metric", f"{name} is of this rank's share, as a sum over a share is",
+                f"mean({name}, count) or reduce({name}, op=\"sum\") where a number of all ranks is wanted",
+            )  # fmt: skip
 
 
 def _accumulation(conversion: Conversion, loop: Loop, step: cst.CSTNode) -> None:
