@@ -77,6 +77,6 @@ def _write(path: Path, data: bytes) -> None:
         raise ConversionError(f"{path} cannot be written: {error.strerror}. Choose another place by --out.") from error
 
 
-def _diff(before: str, after: str, *names: str) -> list[str]:
-    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), *names)
+def _diff(before: str, after: str, old: str, new: str) -> list[str]:
+    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), old, new)
     return [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]

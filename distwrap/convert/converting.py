@@ -10,10 +10,12 @@ import libcst as cst
 from distwrap.convert.by_hand import refuse_other_libraries
 from distwrap.convert.conversion import BY_HAND, Conversion, ConversionOptions
 from distwrap.convert.findings import Notes
-from distwrap.convert.imports import used_names, without_unused
+from distwrap.convert.imports import unbound_names, used_names, without_unused
 from distwrap.convert.script import Script
 from distwrap.convert.sources import SOURCES
 from distwrap.errors import ConversionError
+
+_OURS = ", so nothing is changed. This is an error of distwrap's: please report it with the script."
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ def _with_imports(conversion: Conversion) -> str:
     _check(text, script.name)
     text = without_unused(script.text, Script(text, script.name))
     _check(text, script.name)
+    unknown = unbound_names(text) - unbound_names(script.text)
+    if unknown:
+        raise ConversionError(f"{script.name}: the converted script would not know {', '.join(unknown)}{_OURS}")
     return text
 
 
@@ -96,6 +101,5 @@ def _check(text: str, name: str) -> None:
         ast.parse(text)
     except SyntaxError as error:
         raise ConversionError(
-            f"{name}: the converted script would not be Python (line {error.lineno}: {error.msg}), so nothing is "
-            f"changed. This is an error of distwrap's: please report it with the script."
+            f"{name}: the converted script would not be Python (line {error.lineno}: {error.msg}){_OURS}"
         ) from error

@@ -138,15 +138,21 @@ def own_branches(script: Script, facts: ScriptFacts) -> list[tuple[cst.CSTNode, 
 
 
 def own_numbers(facts: ScriptFacts, loop: Loop) -> Iterator[tuple[cst.CSTNode, str, bool]]:
-    """Yield where later code of a function uses a number that a loop over a share makes, by its name.
+    """Yield where later code uses a number that a loop over a share makes, by its name.
 
-    Each name comes at most once, where it decides; else the first that is returned or printed.
+    Each name comes at most once in a function, where it decides there or in a caller; else the first that is returned
+    or printed.
 
     Returns:
         The place, the name or attribute, and whether the ranks decide by it.
     """
-    script, function, end = facts.script, facts.script.function_of(loop), facts.script.span(loop)[1]
-    own, noted = _made_in(facts, loop), False
+    yield from _uses(facts, facts.script.function_of(loop), _made_in(facts, loop), facts.script.span(loop)[1])
+
+
+def _uses(
+    facts: ScriptFacts, function: Function | None, own: set[str], end: int, depth: int = 2
+) -> Iterator[tuple[cst.CSTNode, str, bool]]:
+    script, noted = facts.script, False
     for node in script.nodes(function):
         if script.span(node)[0] < end or script.function_of(node) is not function:
             continue
@@ -154,18 +160,37 @@ def own_numbers(facts: ScriptFacts, loop: Loop) -> Iterator[tuple[cst.CSTNode, s
         if decided is not None:
             own = own - {decided}
             yield node, decided, True
-        elif not noted and (isinstance(node, cst.Return) or script.is_a(node, "builtins.print")):
+        elif isinstance(node, cst.Return) or script.is_a(node, "builtins.print"):
             name = next((each for each in sorted(own) if _reads_own(script, each, node)), None)
-            noted = name is not None
-            if name is not None:
+            if name is not None and not noted:
+                noted = True
                 yield node, name, False
+            if name is not None and isinstance(node, cst.Return) and function is not None and depth:
+                for call in facts.values.callers(function):
+                    given = _given(script, own, node, call)
+                    inner = _uses(facts, script.function_of(call), given, script.span(call)[1], depth - 1)
+                    yield from (each for each in inner if each[2])
         elif isinstance(node, cst.Assign) and not isinstance(node.value, (cst.Tuple, cst.List)):
             paths = {path for each in node.targets if (path := path_of(each.target)) is not None}
             is_own = any(_reads_own(script, each, node.value) for each in own)
             own = own | paths if is_own else own - paths
 
 
-def _reads_own(script: Script, path: str, within: cst.CSTNode) -> bool:
+def _given(script: Script, own: set[str], returned: cst.Return, call: cst.Call) -> set[str]:
+    """Return the names that a call's statement gives to what a function returns of some names."""
+    assign = script.assignment_of(call)
+    target, value = (assign.targets[0].target if assign is not None else None), returned.value
+    pairs: list[tuple[cst.CSTNode | None, cst.CSTNode | None]] = [(target, value)]
+    if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
+        pairs = [(one.value, other.value) for one, other in zip(target.elements, value.elements, strict=False)]
+    return {
+        path
+        for one, other in pairs
+        if (path := path_of(one)) is not None and any(_reads_own(script, each, other) for each in own)
+    }
+
+
+def _reads_own(script: Script, path: str, within: cst.CSTNode | None) -> bool:
     """Return whether a piece of code reads a name, other than in the arguments of a collective."""
     return any(not is_in_a_collective(script, node) for node in script.reads(path, within))
 

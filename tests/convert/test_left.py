@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import libcst as cst
 import pytest
 
 from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import Converted, convert
+from distwrap.convert.edits import Edits
 from distwrap.convert.findings import Outcome
+from distwrap.convert.imports import unbound_names
 from distwrap.convert.script import Script
 from distwrap.errors import ConversionError
 
@@ -266,12 +269,50 @@ def test_loaders_in_a_dict_and_a_model_that_comes_back() -> None:
     assert result.text.count("wrap_model(") == 1
 
 
-@pytest.mark.parametrize("iterated", ["range(9)", "torch.ones(9, 2)", "make_loader()"])
+@pytest.mark.parametrize(
+    "iterated", ["range(9)", "torch.ones(9, 2)", "make_loader()", "zip(DataLoader(data, 4), others)"]
+)
 def test_a_loop_without_a_loader_that_is_seen(iterated: str) -> None:
     """All ranks may train on the same there, so that a TODO line names what divides the work."""
     result = convert(Script(FLAT.format(above="", below="", iterated=iterated)))
     assert said(result, "todo")["shard_loader"] == f"for x in {iterated}:"
     assert "shard_loader(loader), split(batch), or before it seed_everything(seed, apart=True)\nfor x" in result.text
+
+
+@pytest.mark.parametrize(
+    ("returned", "call", "name"),
+    [
+        ("total / 3", "loss = train(model)", "loss"),
+        ("model, total", "net, loss = train(model)", "loss"),
+        ("total, 3", "result = train(model)", "result"),
+        ("reduce(total), 3", "loss = train(model)", ""),
+        ("3, total", "loss, net = train(model)", ""),
+    ],
+)
+def test_a_number_that_a_function_returns(returned: str, call: str, name: str) -> None:
+    """Where the caller decides by it, it has the TODO line; the list names the function's line too."""
+    above = f"""
+from torch.distributed import all_gather as reduce
+def train(model):
+    for x in DataLoader(data, 4):
+        model(x).backward()
+        optimizer.step()
+        total += x.sum()
+    return {returned}
+"""
+    below = f"{call}\nif {call.split(' =')[0].split(', ')[-1] if name else 'loss'} < 3: print(3)"
+    result = convert(Script(FLAT.format(above=above, below=below, iterated="DataLoader(data, 4)")))
+    todo = f"# TODO(distwrap): {name} is of this rank's share, and ranks would decide apart: {name} = mean({name})\nif "
+    assert (todo in result.text) is bool(name)
+    assert ("metric" in said(result, "left")) is ("reduce" not in returned)
+
+
+def test_one_of_two_loaders_is_not_seen() -> None:
+    """A loop that trains on a loader that is seen, and on another one that is not, has its TODO line too."""
+    text = FLAT.format(above="for loader in [3]: pass", below="", iterated="loader")
+    result = convert(Script(text.replace("model = t", "if data:\n    loader = DataLoader(data, 4)\nmodel = t")))
+    assert said(result, "todo")["shard_loader"] == "for x in loader:"
+    assert "loader = shard_loader(DataLoader(data, 4))" in result.text
 
 
 @pytest.mark.parametrize(
@@ -312,6 +353,49 @@ def test_statements_that_share_a_line_go_one_by_one() -> None:
     assert "    setup_process_group(); barrier()\n" in text
     assert "    barrier()\n" in text
     assert "set_device" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes"),
+    [
+        (
+            DDP.replace("torch.nn.Linear(2, 2))", 'torch.nn.Linear(2, 2).to("cuda:1"), device_ids=[0])'),
+            'wrap_model(torch.nn.Linear(2, 2).to("cuda"))',
+        ),
+        (DDP, 'main.options(nprocs=2)("cuda", 3)'),
+        (
+            FLAT.replace("model = torch.nn.Linear(2, 2)", "model = torch.nn.DataParallel(net.cuda(0))"),
+            "net.to(device())",
+        ),
+    ],
+)
+def test_a_change_within_a_change(text: str, becomes: str) -> None:
+    """What is rewritten in an argument stays so where the call around it is rewritten too."""
+    start = 'mp.spawn(main, args=("cuda:0", 3), nprocs=2)'
+    words = {"sampler": "DistributedSampler(data)", "given": "sampler", "start": start, "above": "", "below": ""}
+    assert becomes in convert(Script(text.format(**words, iterated="DataLoader(data, 4)"))).text
+
+
+def test_a_change_that_swallows_another_is_an_error() -> None:
+    """An edit inside of a replaced range would be lost, unless the range says that it drops what is inside."""
+    script = Script("x = f(g(3))\n")
+    outer, inner = script.find(cst.Call)
+    for drops in (False, True):
+        edits = Edits(script)
+        edits.replace(inner, "h(3)")
+        edits.replace(outer, "f()", drops=drops)
+        if drops:
+            assert edits.apply() == "x = f()\n"
+        else:
+            with pytest.raises(ConversionError, match=r"line 1: two changes want the same text.* error of distwrap's"):
+                edits.apply()
+
+
+def test_a_name_that_nobody_binds() -> None:
+    """Names that a result would not know are found in all that binds a name."""
+    code = "import a.b, c as d\nfrom e import f\ndef g(h, *i, **j): k = [l for l in h]\nclass m: pass\n"
+    code += "try: pass\nexcept Exception as n: pass\nwith o as p: (q := 3)\nmatch a:\n    case [r, *s]: pass\n"
+    assert unbound_names(f"{code}print(a, d, f, g, h, i, j, k, l, m, n, p, q, r, s, t)") == {"o", "t"}
 
 
 def test_processes_that_start_ranks_are_refused() -> None:

@@ -27,7 +27,7 @@ def convert_collectives(conversion: Conversion) -> None:
     script = conversion.script
     for call in list(script.calls("torch.distributed.barrier")):
         if conversion.may_change(call):
-            conversion.edits.replace(call, conversion.call("barrier"))
+            conversion.edits.replace(call, conversion.call("barrier"), drops=True)
             conversion.done(call, "collective", "does nothing in one process")
     for name in ("all_reduce", "reduce", "broadcast"):
         for call in list(script.calls(f"torch.distributed.{name}")):

@@ -20,11 +20,11 @@ def use_own_device(conversion: Conversion) -> None:
         for node in list(script.find(kind)):
             found = _NUMBERED.match(script.code(node))
             if found is not None and conversion.may_change(node):
-                conversion.edits.replace(node, f"{found[1]}{found[2]}{found[1]}")
+                conversion.edits.replace(node, f"{found[1]}{found[2]}{found[1]}", drops=True)
                 conversion.done(node, "device", "without a number it is each rank's own")
     for call in list(script.calls(DEVICE)):
         if call.args and _is_number(conversion, call.args[-1].value) and conversion.may_change(call):
-            conversion.edits.replace(call, conversion.call("device"))
+            conversion.edits.replace(call, conversion.call("device"), drops=True)
             conversion.done(call, "device", "is the rank's own device")
     for method in ("to", "cuda"):
         for call, attribute in list(script.method_calls(method)):
@@ -32,7 +32,7 @@ def use_own_device(conversion: Conversion) -> None:
             if given is None or keyword_of(given) not in ("", "device") or script.names(call.func):
                 continue
             if _is_number(conversion, given.value) and conversion.may_change(call):
-                conversion.edits.replace(given.value, conversion.call("device"))
+                conversion.edits.replace(given.value, conversion.call("device"), drops=True)
                 conversion.edits.replace(attribute.attr, "to")
                 conversion.done(call, "device", "goes to the rank's own device, which may be the CPU")
 

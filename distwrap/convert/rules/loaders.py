@@ -15,20 +15,19 @@ _KEEPS_NO_SAMPLES = (cst.Assign, cst.AnnAssign, cst.Return, cst.Element, cst.Dic
 def shard_loaders(conversion: Conversion) -> None:
     """Shard the loaders of training, and say of any other what the ranks do with it."""
     facts = conversion.facts
-    fed = {
-        each.loop: [one for one in facts.loader_of(facts.iterated(each.loop)) if one] for each in facts.training_loops
-    }
+    fed = {each.loop: facts.loader_of(facts.iterated(each.loop)) or [None] for each in facts.training_loops}
+    all_seen = not any(None in found for found in fed.values())
     for loader in facts.loaders:
         if loader in facts.training_loaders and conversion.may_change(loader):
             _shard(conversion, loader)
-        elif conversion.on_ranks(loader) and all(fed.values()):
+        elif conversion.on_ranks(loader) and all_seen:
             conversion.left(
                 loader, "shard_loader", "every rank goes through all of it, which is right, and takes as long as in "
                 "one process", "shard_loader(...), and reduce(total, op=\"sum\") or gather(...) of what its loop "
                 "computes",
             )  # fmt: skip
     for loop, found in fed.items():
-        if not found:
+        if None in found:
             conversion.todo(
                 loop, "shard_loader", "no loader is seen to feed this loop, and all ranks may train on the same",
                 "shard_loader(loader), split(batch), or before it seed_everything(seed, apart=True)",

@@ -63,13 +63,13 @@ def _shard(
     shuffles = constant(argument(sampler, "shuffle", 3)) is not False
     old, seed = argument_node(loader, "shuffle", 2), argument(sampler, "seed")
     if old is not None and shuffles:
-        edits.remove_argument(loader, old)
+        edits.remove_arguments(loader, [old])
     elif old is not None and constant(old.value) is not False:
         edits.replace(old.value, "False")
     if shuffles:
-        edits.replace(given, "shuffle=True" + ("," if script.code(given).rstrip().endswith(",") else ""))
+        edits.replace(given, "shuffle=True" + ("," if script.code(given).rstrip().endswith(",") else ""), drops=True)
     else:
-        edits.remove_argument(loader, given)
+        edits.remove_arguments(loader, [given])
     options = "" if seed is None else f", seed={script.code(seed)}"
     if constant(argument(sampler, "drop_last")) is True:
         options += ', mode="drop"'

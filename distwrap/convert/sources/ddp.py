@@ -113,25 +113,14 @@ def _wrap(conversion: Conversion) -> None:
         if not conversion.may_change(call) or not call.args or any(each.star for each in call.args):
             conversion.unsure(call, "wrap_model", "its arguments are not clear", "wrap_model(model)")
             continue
-        keep_options(conversion, call, _DROPPED)
+        gone = [each for each in call.args[1:] if keyword_of(each) in ("", *_DROPPED)]
+        conversion.edits.remove_arguments(call, gone)
         conversion.rename_call(call, "wrap_model")
         assign = script.assignment_of(call)
         conversion.wrapped |= {path_of(assign.targets[0].target) or ""} if assign is not None else set()
         conversion.done(
             call, "wrap_model", "a wrapped model is DistributedDataParallel, and answers like the model itself"
         )
-
-
-def keep_options(conversion: Conversion, call: cst.Call, dropped: tuple[str, ...]) -> None:
-    """Remove a wrapper's arguments for devices and process group; keep the others."""
-    script = conversion.script
-    kept = [call.args[0], *(arg for arg in call.args[1:] if keyword_of(arg) not in ("", *dropped))]
-    if len(kept) < len(call.args):
-        start, end = script.span(call.args[0])[0], script.span(call.args[-1].value)[1]
-        conversion.edits.replace_span(start, end, script.listed(kept))
-        close = script.data[end : script.span(call)[1]]
-        if close.lstrip().startswith(b",") and b"\n" not in close:
-            conversion.edits.replace_span(end, end + close.index(b",") + 1, "")
 
 
 def use_the_model_itself(conversion: Conversion, wrappers: tuple[str, ...]) -> None:
@@ -232,7 +221,7 @@ def _drop_group(conversion: Conversion, joins: bool) -> None:
         if not isinstance(statement, cst.Expr) or statement.value is not call:
             conversion.unsure(call, "group", "its value is used", "setup_process_group(), whose value leaves the group")
         elif joins and script.is_a(call, *INIT):
-            edits.replace(call, conversion.call("setup_process_group"))
+            edits.replace(call, conversion.call("setup_process_group"), drops=True)
             conversion.done(call, "group", "joins the ranks, chooses the device, and leaves at the end")
         else:
             gone.append(statement)

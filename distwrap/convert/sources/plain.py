@@ -35,7 +35,7 @@ def convert_data_parallel(conversion: Conversion) -> bool:
         if assign is not None and path_of(assign.targets[0].target) == model:
             conversion.edits.remove(assign)
         else:
-            conversion.edits.replace(call, model)
+            conversion.edits.keep_inside(call, call.args[0].value)
         conversion.done(call, "wrap_model", "one process a device, in the place of threads in one process")
     use_the_model_itself(conversion, DATA_PARALLEL)
     return convert_plain(conversion)

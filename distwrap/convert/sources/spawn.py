@@ -53,14 +53,13 @@ def _can_replace(call: cst.Call) -> bool:
 def _call_plainly(conversion: Conversion, call: cst.Call, function: Function) -> None:
     script = conversion.script
     nprocs, args = argument(call, "nprocs", 2), argument(call, "args", 1)
-    if args is None:
-        arguments = ""
-    elif isinstance(args, cst.Tuple):
-        arguments = ", ".join(script.code(each.value) for each in args.elements)
+    start = f"{function.name.value}.options(nprocs={1 if nprocs is None else script.code(nprocs)})("
+    (first, last), edits = script.span(call), conversion.edits
+    if isinstance(args, cst.Tuple) and args.elements:  # which may have edits of their own
+        edits.replace_span(first, script.span(args.elements[0].value)[0], start, drops=True)
+        edits.replace_span(script.span(args.elements[-1].value)[1], last, ")", drops=True)
     else:
-        arguments = f"*{script.code(args)}"
-    options = f".options(nprocs={script.code(nprocs)})" if nprocs is not None else ".options(nprocs=1)"
-    conversion.edits.replace(call, f"{function.name.value}{options}({arguments})")
+        edits.replace(call, f"{start}{'' if args is None else f'*{script.code(args)}'})", drops=True)
     conversion.done(call, "spawn", "starts the ranks, and brings back rank 0's value, and any rank's exception")
 
 
