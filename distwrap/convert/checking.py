@@ -6,17 +6,24 @@ from collections.abc import Callable
 
 import libcst as cst
 
-from distwrap.convert.checking_steps import branches, closures, losses
-from distwrap.convert.facts import ScriptFacts
+from distwrap.convert.facts import Loop, ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.names import AUGMENTING, COLLECTIVES, DATA_PARALLEL, INIT, SAMPLER, SEEDS, WRAPPER
+from distwrap.convert.rules.hints import steps_by_loss
+from distwrap.convert.rules.losses import backward_calls, wrong_losses
 from distwrap.convert.script import Script, argument, constant, is_about_rank, path_of
 from distwrap.convert.shares import (
+    batch_names,
     is_called_in_a_collective,
+    is_collective,
     is_in_a_collective,
     is_sharded_for,
     is_shared,
+    is_size,
+    own_branches,
+    own_names,
     own_numbers,
+    shards_of,
 )
 from distwrap.convert.values import root_of
 
@@ -232,7 +239,67 @@ def _unshared_training(facts: ScriptFacts, notes: Notes) -> None:
                 )  # fmt: skip
 
 
+def _losses(facts: ScriptFacts, notes: Notes) -> None:
+    """Note losses that are no mean over the samples, where the ranks divide each batch."""
+    script = facts.script
+    for training in facts.training_loops:
+        shards = shards_of(facts, training.loop)
+        if not shards or not all(constant(argument(each, "batch_size")) == "global" for each in shards):
+            continue
+        for call, why, fix in wrong_losses(facts, training):
+            notes.add(script.line(call), "sum", why, fix)
+
+
+def _closures(facts: ScriptFacts, notes: Notes) -> None:
+    """Note closures whose loss, of a batch of one rank's share, decides a step."""
+    shared = [each.loop for each in facts.training_loops if is_shared(facts, each.loop)]
+    for call in steps_by_loss(facts):
+        if any(facts.script.inside(call, loop) for loop in shared):
+            notes.add(
+                facts.script.line(call), "closure", "LBFGS decides by the closure's loss how far it steps, so that "
+                "ranks step apart", "return mean(loss) in the closure, the mean over the ranks",
+            )  # fmt: skip
+
+
+def _branches(facts: ScriptFacts, notes: Notes) -> None:
+    """Note branches of a training loop that skip a batch, a gradient or the rest by a rank's own data."""
+    script, others = facts.script, "lets the others wait, or averages its gradients with those of their next batch"
+    for leave, test in own_branches(script, facts):
+        what = "skips a batch" if isinstance(leave, cst.Continue) else "leaves the loop"
+        if not _is_exchanged(facts, test.test):
+            notes.add(
+                script.line(test), "branch", f"a rank that {what} by its own data {others}",
+                f'if agree({script.code(test.test)}, "any"):',
+            )  # fmt: skip
+    for training in facts.training_loops:
+        for call, _ in backward_calls(facts, training) if is_shared(facts, training.loop) else ():
+            above = (each for each in script.ancestors(call) if isinstance(each, (cst.If, cst.For, cst.While)))
+            guard = next(above, None)
+            if isinstance(guard, cst.If) and _is_of_batch(facts, guard, training.loop):
+                notes.add(
+                    script.line(guard), "branch", f"a rank that skips a backward by its own data {others}",
+                    f'if agree({script.code(guard.test)}, "all"):',
+                )  # fmt: skip
+
+
+def _is_of_batch(facts: ScriptFacts, guard: cst.If, loop: Loop) -> bool:
+    """Return whether an ``if`` without an ``else`` tests what its loop computes of a batch, more than its size."""
+    script = facts.script
+    own = batch_names(facts, loop) & own_names(script, facts, loop)
+    tested = [
+        each
+        for each in script.find(cst.Name, guard.test)
+        if each.value in own and not any(is_size(facts, above) for above in script.ancestors(each))
+    ]
+    is_alone = isinstance(script.parent(guard), cst.IndentedBlock) and guard.orelse is None
+    return is_alone and bool(tested) and script.inside(guard, loop) and not _is_exchanged(facts, guard.test)
+
+
+def _is_exchanged(facts: ScriptFacts, test: cst.CSTNode) -> bool:
+    return any(is_collective(facts.script, call) for call in facts.script.find(cst.Call, test))
+
+
 RULES: tuple[Rule, ...] = (
     _set_epoch, _module, _collective_on_one_rank, _save_by_all, _seeds, _own_sums, _own_sums_in_one_expression,
-    _sampler_and_shuffle, _unshared_training, branches, losses, closures,
+    _sampler_and_shuffle, _unshared_training, _branches, _losses, _closures,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import libcst as cst
@@ -11,11 +12,24 @@ from distwrap.convert.by_hand import refuse_other_libraries
 from distwrap.convert.conversion import BY_HAND, Conversion, ConversionOptions
 from distwrap.convert.findings import Notes
 from distwrap.convert.imports import unbound_names, used_names, without_unused
+from distwrap.convert.rules.ddp import convert_ddp, is_ddp
+from distwrap.convert.rules.plain import convert_data_parallel, convert_plain, is_data_parallel
+from distwrap.convert.rules.spawn import convert_spawn, is_spawn
 from distwrap.convert.script import Script
-from distwrap.convert.sources import SOURCES
 from distwrap.errors import ConversionError
 
 _OURS = ", so nothing is changed. This is an error of distwrap's: please report it with the script."
+
+
+_Step = Callable[[Conversion], bool]
+# Kinds of scripts, of which the first that applies is used: how one is known, how it is converted, and whether it must
+# have a training loop; a script that starts ranks may train in another file.
+_KINDS: tuple[tuple[_Step, _Step, bool], ...] = (
+    (is_spawn, convert_spawn, False),
+    (is_ddp, convert_ddp, False),
+    (is_data_parallel, convert_data_parallel, True),
+    (lambda conversion: True, convert_plain, True),
+)
 
 
 @dataclass(frozen=True)
@@ -54,14 +68,14 @@ def convert(script: Script, options: ConversionOptions | None = None) -> Convert
             )  # fmt: skip
             return Converted(script.text, conversion.notes, True)
     refuse_other_libraries(script)
-    source = next(each for each in SOURCES if each.applies(conversion))
-    if source.needs_loop and not conversion.facts.training_loops:
+    change, needs_loop = next((change, loop) for applies, change, loop in _KINDS if applies(conversion))
+    if needs_loop and not conversion.facts.training_loops:
         conversion.unsure(
             script.tree, "loop", "there is no training loop that can be read: a for with .backward() and an "
             "optimizer's .step()", BY_HAND,
         )  # fmt: skip
         return Converted(script.text, conversion.notes, False)
-    if not source.convert(conversion):
+    if not change(conversion):
         return Converted(script.text, _only_reasons(conversion), False)
     return Converted(_with_imports(conversion), conversion.notes, True, conversion.command())
 

@@ -43,7 +43,7 @@ ROWS = {
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1139, 985, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
-    "convert": Row(2200, 2715, 2453, ("convert/",)),  # with the converter
+    "convert": Row(2200, 2692, 2416, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 519, 531, ("devices/",)),  # part 1
     "environments": Row(420, 542, 480, ("environments/",)),  # part 3
@@ -70,7 +70,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 1803, 1595, _strategies("deepspeed/ hivemind/ horovod/")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 382, 290
+FILES, FILES_GOAL = 378, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100

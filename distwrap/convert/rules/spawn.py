@@ -6,9 +6,9 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import SPAWN
+from distwrap.convert.rules.ddp import convert_body
 from distwrap.convert.rules.entry import write_entry
 from distwrap.convert.script import Function, argument, is_docstring, keywords_of, path_of
-from distwrap.convert.sources.ddp import convert_body
 
 
 def is_spawn(conversion: Conversion) -> bool:

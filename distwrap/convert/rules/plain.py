@@ -6,16 +6,16 @@ import libcst as cst
 
 from distwrap.convert.conversion import BY_HAND, Conversion
 from distwrap.convert.names import DATA_PARALLEL
+from distwrap.convert.rules.ddp import use_the_model_itself
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.entry import choose_entry, write_entry
 from distwrap.convert.rules.files import save_once
 from distwrap.convert.rules.hints import say_what_is_left
 from distwrap.convert.rules.loaders import shard_loaders
-from distwrap.convert.rules.losses import note_losses
+from distwrap.convert.rules.losses import wrong_losses
 from distwrap.convert.rules.models import models_of, wrap_models
 from distwrap.convert.rules.output import show_once
 from distwrap.convert.script import path_of
-from distwrap.convert.sources.ddp import use_the_model_itself
 
 
 def is_data_parallel(conversion: Conversion) -> bool:
@@ -59,7 +59,9 @@ def convert_plain(conversion: Conversion) -> bool:
     if not wrap_models(conversion):  # an unwrapped model would train separately on each rank
         return False
     shard_loaders(conversion)
-    note_losses(conversion)
+    for training in facts.training_loops if conversion.global_batch else ():
+        for call, why, fix in wrong_losses(facts, training):
+            conversion.left(call, "sum", why, fix)
     use_own_device(conversion)
     save_once(conversion)
     write_entry(conversion, needed)

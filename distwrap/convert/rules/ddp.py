@@ -6,11 +6,10 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import INIT, PROCESSES, WRAPPER
-from distwrap.convert.rules.collectives import convert_collectives
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.files import save_once
-from distwrap.convert.rules.samplers import shard_instead_of_sampling
-from distwrap.convert.script import Function, constant, keyword_of, path_of
+from distwrap.convert.rules.loaders import shard_instead_of_sampling
+from distwrap.convert.script import Function, argument, constant, keyword_of, path_of
 from distwrap.convert.values import root_of
 
 _DROPPED = ("device_ids", "output_device", "process_group", "dim")
@@ -25,6 +24,19 @@ _VARIABLES = {
     "GROUP_RANK": "node_rank", "NODE_RANK": "node_rank",
 }  # fmt: skip
 _SET = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+_OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
+_OTHERS = {
+    "all_gather": "gather(tensor), of all ranks in one tensor",
+    "all_gather_into_tensor": "gather(tensor)",
+    "all_gather_object": "gather_object(value), a list",
+    "gather": "gather(tensor), on every rank",
+    "gather_object": "gather_object(value), on every rank",
+    "broadcast_object_list": "broadcast(value)",
+    "reduce_scatter": "reduce(tensor), and the rank's part of it",
+    "scatter": "broadcast(tensor), and the rank's part of it",
+    "all_to_all": "gather(tensor), and the rank's part of it",
+    "monitored_barrier": "barrier()",
+}
 
 
 def is_ddp(conversion: Conversion) -> bool:
@@ -79,7 +91,7 @@ def convert_body(conversion: Conversion, *, joins: bool) -> None:
     use_the_model_itself(conversion, WRAPPER)
     shard_instead_of_sampling(conversion)
     _ask_for_rank(conversion)
-    convert_collectives(conversion)
+    _convert_collectives(conversion)
     for assign in conversion.script.find(cst.Assign):
         if path_of(assign.value) in conversion.rank_names:  # args.gpu = gpu
             conversion.rank_names |= {path_of(each.target) or "" for each in assign.targets}
@@ -253,3 +265,48 @@ def _emptied(conversion: Conversion, function: Function, gone: list[cst.CSTNode]
     )
     lost = any(script.inside(each, function) for each in gone)
     return [function, *calls] if lost and plain and not stays and not function.decorators else []
+
+
+def _convert_collectives(conversion: Conversion) -> None:
+    """Convert barriers, and reductions and broadcasts of local variables; note the other collectives."""
+    script = conversion.script
+    for call in list(script.calls("torch.distributed.barrier")):
+        if conversion.may_change(call):
+            conversion.edits.replace(call, conversion.call("barrier"), drops=True)
+            conversion.done(call, "collective", "does nothing in one process")
+    for name in ("all_reduce", "reduce", "broadcast"):
+        for call in list(script.calls(f"torch.distributed.{name}")):
+            if conversion.may_change(call):
+                _in_place(conversion, call, name)
+    for name, fix in _OTHERS.items():
+        for call in list(script.calls(f"torch.distributed.{name}")):
+            conversion.left(call, "collective", "it needs a process group, so it fails in one process", fix)
+
+
+def _in_place(conversion: Conversion, call: cst.Call, name: str) -> None:
+    script = conversion.script
+    statement = script.small_statement_of(call)
+    tensor = argument(call, "tensor", 0)
+    path = path_of(tensor)
+    fix = f"{path or 'x'} = {'broadcast' if name == 'broadcast' else 'reduce'}({path or 'x'})"
+    waits = argument(call, "async_op")
+    extra = [arg for arg in call.args[1:] if keyword_of(arg) == "group"]
+    extra += [arg for arg in call.args[1:] if arg.value is waits and constant(waits) is not False]
+    is_own = path is not None and bool(conversion.facts.values.bindings.get((script.function_of(call), path)))
+    if not isinstance(statement, cst.Expr) or statement.value is not call or not is_own or extra or tensor is None:
+        conversion.left(call, "collective", "it changes a tensor in place, which others may hold too", fix)
+        return
+    if name == "broadcast":
+        source = argument(call, "src", 1)
+        value = f"{path}, {script.code(source) if source is not None else 0}"
+        text = f"{path} = {conversion.call('broadcast', value)}"
+    else:
+        given = argument(call, "op", 1 if name == "all_reduce" else 2)
+        op = "sum" if given is None else _OPS.get((path_of(given) or "").split(".")[-1])
+        if op is None:
+            conversion.left(call, "collective", "reduce() has the mean, sum, minimum and maximum alone", fix)
+            return
+        arguments = f'{path}, op="{op}"'
+        text = f"{path} = {conversion.call('reduce', arguments)}"
+    conversion.edits.replace(call, text)
+    conversion.done(call, "collective", "the same, and nothing in one process")
