@@ -32,6 +32,8 @@ COLLECTIVES = {
 
 # Methods that return their own model or tensor, moved or changed.
 MOVES = ("to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "type")
+# Functions that read a model itself.
+TRACERS = ("torch.jit.trace", "torch.jit.script", "torch.onnx.export", "torch.fx.symbolic_trace")
 DEVICE = "torch.device"
 ACCELERATORS = ("cuda", "mps", "xpu", "npu")
 AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")

@@ -116,6 +116,7 @@ def said(result: Converted, *outcomes: Outcome) -> dict[str, str]:
             "metric", "plan.step(loss)", "loss = mean(loss)",
         ),
         ({"within": "noise = torch.randn(3)"}, "draws", "noise = torch.randn(3)", "seed_everything(seed, apart=True)"),
+        ({"after": "model.eval().half()"}, "moved", "model.eval().half()", "copy.deepcopy(unwrap_model(model))"),
         ({"before": 'name = f"{time.time()}.pt"'}, "file", "name = f", "name = broadcast(name)"),
         (
             {"after": 'torch.save(args, "a.pt")\n    args = torch.load("a.pt")'},
@@ -259,6 +260,22 @@ def test_writers_of_a_run_are_rank_zeros() -> None:
 def test_a_device_has_no_number(given: str, becomes: str) -> None:
     """Without a number a device is the rank's own; one that has none stays."""
     assert f"    place = {becomes}\n" in plain(before=f"place = {given}").text
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("torch.jit.trace(model, data)", "torch.jit.trace(unwrap_model(model), data)"),
+        ("writer.add_graph(model, data)", "writer.add_graph(unwrap_model(model), data)"),
+        ("torch.jit.trace(other, data)", "torch.jit.trace(other, data)"),
+        ("out = model(x).cpu()", "out = model(x).cpu()"),
+    ],
+)
+def test_a_tracer_reads_the_model_itself(line: str, becomes: str) -> None:
+    """What traces a model gets it without its wrapper; a model's output may be moved."""
+    result = plain(after=line)
+    assert f"    {becomes}\n" in result.text
+    assert "TODO" not in result.text
 
 
 def test_loaders_in_a_dict_and_a_model_that_comes_back() -> None:

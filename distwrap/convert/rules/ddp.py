@@ -9,6 +9,7 @@ from distwrap.convert.names import INIT, PROCESSES, WRAPPER
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.files import save_once
 from distwrap.convert.rules.loaders import shard_instead_of_sampling
+from distwrap.convert.rules.models import use_bare_models
 from distwrap.convert.script import Function, argument, constant, keyword_of, path_of
 from distwrap.convert.values import root_of
 
@@ -98,6 +99,7 @@ def convert_body(conversion: Conversion, *, joins: bool) -> None:
     use_own_device(conversion)
     _drop_group(conversion, joins)
     save_once(conversion)
+    use_bare_models(conversion)
     _no_sync(conversion)
 
 

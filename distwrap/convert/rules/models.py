@@ -6,7 +6,9 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import ScriptFacts
+from distwrap.convert.names import TRACERS
 from distwrap.convert.script import path_of
+from distwrap.convert.values import root_of
 
 
 def models_of(facts: ScriptFacts) -> list[tuple[cst.Call, cst.BaseExpression]]:
@@ -34,6 +36,23 @@ def wrap_models(conversion: Conversion) -> bool:
             conversion.edits.line_before(statement, f"{path} = {conversion.call('wrap_model', path)}")
             conversion.done(statement, "wrap_model", f"{path} is complete here: its gradients are averaged from now on")
     return whole
+
+
+def use_bare_models(conversion: Conversion) -> None:
+    """Give tracers the model without its wrapper, and name moves of a model that trains, which its wrapper forbids."""
+    script, facts = conversion.script, conversion.facts
+    traced = [*script.calls(*TRACERS), *(call for call, _ in script.method_calls("add_graph"))]
+    for call in traced:
+        if call.args and path_of(call.args[0].value) in conversion.wrapped and conversion.may_change(call):
+            conversion.wrap(call.args[0].value, "unwrap_model")
+            conversion.done(call, "unwrap_model", "it reads the model itself")
+    begin = min((script.span(each.loop)[0] for each in facts.training_loops), default=0)
+    for call in (call for method in ("cpu", "half", "double", "bfloat16") for call, _ in script.method_calls(method)):
+        if path_of(root_of(call)) in conversion.wrapped and begin < script.span(call)[0]:
+            conversion.todo(
+                call, "moved", "a wrapped model is neither moved nor cast in place",
+                "a copy of it, copy.deepcopy(unwrap_model(model)), at the end",
+            )  # fmt: skip
 
 
 def _place(

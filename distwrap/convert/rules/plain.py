@@ -13,7 +13,7 @@ from distwrap.convert.rules.files import save_once
 from distwrap.convert.rules.hints import say_what_is_left
 from distwrap.convert.rules.loaders import shard_loaders
 from distwrap.convert.rules.losses import wrong_losses
-from distwrap.convert.rules.models import models_of, wrap_models
+from distwrap.convert.rules.models import models_of, use_bare_models, wrap_models
 from distwrap.convert.rules.output import show_once
 from distwrap.convert.script import path_of
 
@@ -64,6 +64,7 @@ def convert_plain(conversion: Conversion) -> bool:
             conversion.left(call, "sum", why, fix)
     use_own_device(conversion)
     save_once(conversion)
+    use_bare_models(conversion)
     write_entry(conversion, needed)
     show_once(conversion)
     say_what_is_left(conversion)
