@@ -43,7 +43,7 @@ ROWS = {
     "checkpoint": Row(1200, 2029, 1967, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1139, 985, ("cli/",)),  # part 3
     "comm": Row(1250, 1749, 1783, ("comm/",)),  # part 1
-    "convert": Row(2200, 2692, 2416, ("convert/",)),  # with the converter
+    "convert": Row(2200, 2712, 2434, ("convert/",)),  # with the converter
     "data": Row(1400, 2358, 2226, ("data/",)),  # part 3
     "devices": Row(430, 519, 531, ("devices/",)),  # part 1
     "environments": Row(420, 542, 480, ("environments/",)),  # part 3
