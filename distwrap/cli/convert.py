@@ -16,8 +16,9 @@ def add_arguments(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "convert",
         description="Reads a training script, and prints a diff and a list of what it changed, what it did not, and "
-        "why. It never runs the script. Exit code: 0 where there is a result, 1 where the script cannot be converted, "
-        "2 where a script cannot be read or written, or uses Accelerate, Fabric or Horovod, which you convert by hand.",
+        "why. It never runs the script. Exit code: 0 where the result is whole, 1 where TODO lines in it are for you, "
+        "or the script cannot be converted, 2 where a script cannot be read or written, or has Accelerate, Fabric or "
+        "Horovod, from which you convert by hand.",
     )
     parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="the script; only --write changes it")
     place = parser.add_mutually_exclusive_group()
@@ -28,6 +29,7 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument(
         "--global-batch", action="store_true", help="keep the script's batch size as that of all ranks together"
     )
+    parser.add_argument("--strict", action="store_true", help="refuse a script that would get TODO lines")
     parser.set_defaults(run=run)
 
 
@@ -51,22 +53,21 @@ def run(given: argparse.Namespace) -> int:
     script, encoding = read(given.script)
     nprocs = None if given.nprocs is None else AT_LEAST_ONE("--nprocs", given.nprocs)
     converted = convert(script, ConversionOptions(given.strategy, nprocs, given.global_batch))
-    sys.stdout.writelines(_diff(script.text, converted.text, given.script, given.out))
+    sys.stdout.writelines(_diff(script.text, converted.text, str(given.script), str(given.out or given.script)))
     for line in report(converted.notes, given.script.name):
         print(line)
-    if not converted.is_result:
+    todo = bool(converted.notes.of("todo"))
+    if not converted.is_result or (given.strict and todo):
         print(f"distwrap convert: {given.script} is not changed, for the reasons in the list.", file=sys.stderr)
         return 1
     is_changed = converted.text != script.text
     target = given.out or (given.script if given.write and is_changed else None)
     if target is not None:
         _write(target, converted.text.encode(encoding))
-        print(f"written to {target}")
-        if is_changed and given.nprocs is None:
-            print(f"'python {target}' starts a process for each GPU, 'DISTWRAP_NPROCS=2 python {target}' two processes")
+        print(f"written to {target}; on ranks: {converted.command} {target}, or torchrun")
     elif is_changed:
         print(f"nothing is written yet: --write changes {given.script}, --out NEW.py writes beside it")
-    return 0
+    return int(todo)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -76,8 +77,6 @@ def _write(path: Path, data: bytes) -> None:
         raise ConversionError(f"{path} cannot be written: {error.strerror}. Choose another place by --out.") from error
 
 
-def _diff(before: str, after: str, path: Path, out: Path | None) -> list[str]:
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), str(out or path)
-    )
+def _diff(before: str, after: str, old: str, new: str) -> list[str]:
+    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), old, new)
     return [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]

@@ -6,19 +6,24 @@ from collections.abc import Callable
 
 import libcst as cst
 
-from distwrap.convert.checking_passes import own_shares, repeated_samples, whole_sums
-from distwrap.convert.checking_steps import branches, closures, early_lengths, losses
-from distwrap.convert.facts import ScriptFacts
+from distwrap.convert.facts import Loop, ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.names import AUGMENTING, COLLECTIVES, DATA_PARALLEL, INIT, SAMPLER, SEEDS, WRAPPER
+from distwrap.convert.rules.hints import steps_by_loss
+from distwrap.convert.rules.losses import backward_calls, wrong_losses
 from distwrap.convert.script import Script, argument, constant, is_about_rank, path_of
 from distwrap.convert.shares import (
+    batch_names,
     is_called_in_a_collective,
     is_collective,
-    is_given_to_a_collective,
     is_in_a_collective,
     is_sharded_for,
     is_shared,
+    is_size,
+    own_branches,
+    own_names,
+    own_numbers,
+    shards_of,
 )
 from distwrap.convert.values import root_of
 
@@ -177,26 +182,16 @@ def _seeds(facts: ScriptFacts, notes: Notes) -> None:
 
 
 def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
-    """Note sums of ``.item()`` in a loop that are not added up over the ranks."""
+    """Note numbers that a loop over a share makes, and by which ranks decide, or that leave their function."""
     script = facts.script
-    for added in script.find(cst.AugAssign):
-        path, function = path_of(added.target), script.function_of(added)
-        loop = next((each for each in script.ancestors(added) if isinstance(each, cst.For)), None)
-        if path is None or loop is None or not any(script.method_calls("item", added.value)):
+    for loop in script.find(cst.For):
+        if not is_shared(facts, loop) or is_called_in_a_collective(facts, script.function_of(loop)):
             continue
-        if not is_shared(facts, loop):
-            continue
-        scope: cst.CSTNode = function or script.tree
-        shared = is_given_to_a_collective(script, path, scope)
-        parts = [each for name in script.find(cst.Name, added.value) for each in facts.values.bound(name)]
-        shared = shared or any(is_collective(script, each.unpacked or each.value) for each in parts)
-        shared = shared or is_called_in_a_collective(facts, function)
-        end = script.span(loop)[1]
-        reads = [node for node in script.find(cst.Name, scope) if node.value == path and script.span(node)[0] > end]
-        if reads and not shared:
+        for node, name, decides in own_numbers(facts, loop):
             notes.add(
-                script.line(added), "own-sum", f"{path} is the sum of this rank's share alone",
-                f'{path} = reduce({path}, op="sum") after the loop, or mean({path}, count)',
+                script.line(node), "own-sum", f"{name} is of this rank's share alone"
+                + (", and ranks decide apart by it" if decides else ""),
+                f'{name} = reduce({name}, op="sum") after the loop, or mean({name}, count)',
             )  # fmt: skip
 
 
@@ -209,10 +204,11 @@ def _own_sums_in_one_expression(facts: ScriptFacts, notes: Notes) -> None:
             continue
         if not is_shared(facts, summed.for_in) or is_in_a_collective(script, call):
             continue
-        function, made = script.function_of(call), script.assignment_of(call)
+        made = script.assignment_of(call)
         path = None if made is None else path_of(made.targets[0].target)
-        shared = path is not None and is_given_to_a_collective(script, path, function or script.tree)
-        if not shared and not is_called_in_a_collective(facts, function):
+        function = script.function_of(call)
+        reads = [node for node in script.reads(path, function) if is_in_a_collective(script, node)]
+        if not reads and not is_called_in_a_collective(facts, function):
             notes.add(
                 script.line(call), "own-sum", "this sum is of this rank's share alone",
                 'reduce(sum(…), op="sum"), or mean(sum(…) / count, count)',
@@ -243,8 +239,67 @@ def _unshared_training(facts: ScriptFacts, notes: Notes) -> None:
                 )  # fmt: skip
 
 
+def _losses(facts: ScriptFacts, notes: Notes) -> None:
+    """Note losses that are no mean over the samples, where the ranks divide each batch."""
+    script = facts.script
+    for training in facts.training_loops:
+        shards = shards_of(facts, training.loop)
+        if not shards or not all(constant(argument(each, "batch_size")) == "global" for each in shards):
+            continue
+        for call, why, fix in wrong_losses(facts, training):
+            notes.add(script.line(call), "sum", why, fix)
+
+
+def _closures(facts: ScriptFacts, notes: Notes) -> None:
+    """Note closures whose loss, of a batch of one rank's share, decides a step."""
+    shared = [each.loop for each in facts.training_loops if is_shared(facts, each.loop)]
+    for call in steps_by_loss(facts):
+        if any(facts.script.inside(call, loop) for loop in shared):
+            notes.add(
+                facts.script.line(call), "closure", "LBFGS decides by the closure's loss how far it steps, so that "
+                "ranks step apart", "return mean(loss) in the closure, the mean over the ranks",
+            )  # fmt: skip
+
+
+def _branches(facts: ScriptFacts, notes: Notes) -> None:
+    """Note branches of a training loop that skip a batch, a gradient or the rest by a rank's own data."""
+    script, others = facts.script, "lets the others wait, or averages its gradients with those of their next batch"
+    for leave, test in own_branches(script, facts):
+        what = "skips a batch" if isinstance(leave, cst.Continue) else "leaves the loop"
+        if not _is_exchanged(facts, test.test):
+            notes.add(
+                script.line(test), "branch", f"a rank that {what} by its own data {others}",
+                f'if agree({script.code(test.test)}, "any"):',
+            )  # fmt: skip
+    for training in facts.training_loops:
+        for call, _ in backward_calls(facts, training) if is_shared(facts, training.loop) else ():
+            above = (each for each in script.ancestors(call) if isinstance(each, (cst.If, cst.For, cst.While)))
+            guard = next(above, None)
+            if isinstance(guard, cst.If) and _is_of_batch(facts, guard, training.loop):
+                notes.add(
+                    script.line(guard), "branch", f"a rank that skips a backward by its own data {others}",
+                    f'if agree({script.code(guard.test)}, "all"):',
+                )  # fmt: skip
+
+
+def _is_of_batch(facts: ScriptFacts, guard: cst.If, loop: Loop) -> bool:
+    """Return whether an ``if`` without an ``else`` tests what its loop computes of a batch, more than its size."""
+    script = facts.script
+    own = batch_names(facts, loop) & own_names(script, facts, loop)
+    tested = [
+        each
+        for each in script.find(cst.Name, guard.test)
+        if each.value in own and not any(is_size(facts, above) for above in script.ancestors(each))
+    ]
+    is_alone = isinstance(script.parent(guard), cst.IndentedBlock) and guard.orelse is None
+    return is_alone and bool(tested) and script.inside(guard, loop) and not _is_exchanged(facts, guard.test)
+
+
+def _is_exchanged(facts: ScriptFacts, test: cst.CSTNode) -> bool:
+    return any(is_collective(facts.script, call) for call in facts.script.find(cst.Call, test))
+
+
 RULES: tuple[Rule, ...] = (
     _set_epoch, _module, _collective_on_one_rank, _save_by_all, _seeds, _own_sums, _own_sums_in_one_expression,
-    _sampler_and_shuffle, _unshared_training, branches, own_shares, repeated_samples, whole_sums, losses,
-    early_lengths, closures,
+    _sampler_and_shuffle, _unshared_training, _branches, _losses, _closures,
 )  # fmt: skip

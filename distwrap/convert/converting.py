@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import libcst as cst
@@ -10,11 +11,25 @@ import libcst as cst
 from distwrap.convert.by_hand import refuse_other_libraries
 from distwrap.convert.conversion import BY_HAND, Conversion, ConversionOptions
 from distwrap.convert.findings import Notes
-from distwrap.convert.folding import at_lines_of, folded
-from distwrap.convert.imports import used_names, without_unused
+from distwrap.convert.imports import unbound_names, used_names, without_unused
+from distwrap.convert.rules.ddp import convert_ddp, is_ddp
+from distwrap.convert.rules.plain import convert_data_parallel, convert_plain, is_data_parallel
+from distwrap.convert.rules.spawn import convert_spawn, is_spawn
 from distwrap.convert.script import Script
-from distwrap.convert.sources import SOURCES
 from distwrap.errors import ConversionError
+
+_OURS = ", so nothing is changed. This is an error of distwrap's: please report it with the script."
+
+
+_Step = Callable[[Conversion], bool]
+# Kinds of scripts, of which the first that applies is used: how one is known, how it is converted, and whether it must
+# have a training loop; a script that starts ranks may train in another file.
+_KINDS: tuple[tuple[_Step, _Step, bool], ...] = (
+    (is_spawn, convert_spawn, False),
+    (is_ddp, convert_ddp, False),
+    (is_data_parallel, convert_data_parallel, True),
+    (lambda conversion: True, convert_plain, True),
+)
 
 
 @dataclass(frozen=True)
@@ -25,11 +40,13 @@ class Converted:
         text: the converted script, or the script unchanged if nothing was done.
         notes: the notes for the user.
         is_result: whether the script was converted, or needs no conversion.
+        command: the command that runs it on several ranks, without its name.
     """
 
     text: str
     notes: Notes
     is_result: bool
+    command: str = "python"
 
 
 def convert(script: Script, options: ConversionOptions | None = None) -> Converted:
@@ -51,30 +68,16 @@ def convert(script: Script, options: ConversionOptions | None = None) -> Convert
             )  # fmt: skip
             return Converted(script.text, conversion.notes, True)
     refuse_other_libraries(script)
-    text = folded(script)
-    if text is not None and text != script.text:
-        return _convert_folded(script, Script(text, script.name), options)
-    source = next(each for each in SOURCES if each.applies(conversion))
-    if source.needs_loop and not conversion.facts.training_loops:
+    change, needs_loop = next((change, loop) for applies, change, loop in _KINDS if applies(conversion))
+    if needs_loop and not conversion.facts.training_loops:
         conversion.unsure(
             script.tree, "loop", "there is no training loop that can be read: a for with .backward() and an "
             "optimizer's .step()", BY_HAND,
         )  # fmt: skip
         return Converted(script.text, conversion.notes, False)
-    if not source.convert(conversion):
+    if not change(conversion):
         return Converted(script.text, _only_reasons(conversion), False)
-    return Converted(_with_imports(conversion), conversion.notes, True)
-
-
-def _convert_folded(script: Script, shorter: Script, options: ConversionOptions | None) -> Converted:
-    """Convert a script without its branches for one process; the notes have the original line numbers."""
-    result = convert(shorter, options)
-    notes = at_lines_of(result.notes, script, shorter)
-    notes.add(
-        1, "branches", "where the script runs with ranks or without, the way with ranks stays: it does for one "
-        "process too", outcome="done" if result.is_result else "left",
-    )  # fmt: skip
-    return Converted(result.text if result.is_result else script.text, notes, result.is_result)
+    return Converted(_with_imports(conversion), conversion.notes, True, conversion.command())
 
 
 def _with_imports(conversion: Conversion) -> str:
@@ -86,19 +89,23 @@ def _with_imports(conversion: Conversion) -> str:
     script, edits = conversion.script, conversion.edits
     without_import = edits.apply()
     _check(without_import, script.name)
-    conversion.helpers.keep(used_names(f"{without_import}\n{conversion.below_imports}\n"))
-    conversion.helpers.add(edits, following=conversion.below_imports)
+    below = script.newline.join(conversion.below_imports)
+    conversion.helpers.keep(used_names(f"{without_import}\n{below}\n"))
+    conversion.helpers.add(edits, following=below)
     text = edits.apply()
     _check(text, script.name)
     text = without_unused(script.text, Script(text, script.name))
     _check(text, script.name)
+    unknown = unbound_names(text) - unbound_names(script.text)
+    if unknown:
+        raise ConversionError(f"{script.name}: the converted script would not know {', '.join(unknown)}{_OURS}")
     return text
 
 
 def _only_reasons(conversion: Conversion) -> Notes:
     """Return the notes without the changes, which were not made."""
     notes = Notes(conversion.script.text)
-    for each in conversion.notes.of("left", "unsure"):
+    for each in conversion.notes.of("todo", "left", "unsure"):
         notes.add(each.line, each.rule, each.why, each.fix, each.outcome)
     return notes
 
@@ -108,6 +115,5 @@ def _check(text: str, name: str) -> None:
         ast.parse(text)
     except SyntaxError as error:
         raise ConversionError(
-            f"{name}: the converted script would not be Python (line {error.lineno}: {error.msg}), so nothing is "
-            f"changed. This is an error of distwrap's: please report it with the script."
+            f"{name}: the converted script would not be Python (line {error.lineno}: {error.msg}){_OURS}"
         ) from error

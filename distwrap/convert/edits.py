@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import libcst as cst
 from distwrap.convert.script import Script
 from distwrap.errors import ConversionError
 
-IMPORTS, HEAD, LINE, INDENT, WITHIN = range(5)
+IMPORTS, LINE, WITHIN = range(3)
 
 
 class Edit(NamedTuple):
@@ -22,7 +22,8 @@ class Edit(NamedTuple):
         end: the byte after the last one to replace; equal to `start` for an insertion.
         text: the new text.
         number: the position of the edit in the order of the requests.
-        layer: order of insertions at one place: imports, block heads, whole lines, indentation, text in a line.
+        layer: order of insertions at one place: imports, whole lines, text in a line.
+        drops: whether other edits inside the range go with it; otherwise there may be none.
     """
 
     start: int
@@ -30,6 +31,7 @@ class Edit(NamedTuple):
     text: str
     number: int
     layer: int = WITHIN
+    drops: bool = False
 
 
 class Edits:
@@ -39,25 +41,26 @@ class Edits:
         self.script = script
         self._edits: list[Edit] = []
         self._removed: dict[cst.CSTNode, None] = {}
-        self.indented_from: int | None = None  # start of the code that a new function encloses
-        self.indented_already = (0, 0)  # its lines lose their block header, so they keep their indentation
-
-    def __bool__(self) -> bool:
-        return bool(self._edits or self._removed)
 
     def insert(self, place: int, text: str, layer: int = WITHIN) -> None:
         """Insert text before a byte."""
         self.replace_span(place, place, text, layer)
 
-    def replace(self, node: cst.CSTNode, text: str) -> None:
-        """Replace a node by text."""
-        self.replace_span(*self.script.span(node), text)
+    def replace(self, node: cst.CSTNode, text: str, *, drops: bool = False) -> None:
+        """Replace a node by text; `drops` says that edits inside of the node go with it."""
+        self.replace_span(*self.script.span(node), text, drops=drops)
 
-    def replace_span(self, start: int, end: int, text: str, layer: int = WITHIN) -> None:
+    def keep_inside(self, node: cst.CSTNode, inner: cst.CSTNode, before: str = "", after: str = "") -> None:
+        """Replace what is around a part of a node; the part stays, with its edits."""
+        (start, end), (first, last) = self.script.span(node), self.script.span(inner)
+        self.replace_span(start, first, before)
+        self.replace_span(last, end, after)
+
+    def replace_span(self, start: int, end: int, text: str, layer: int = WITHIN, *, drops: bool = False) -> None:
         """Replace a range of bytes by text."""
         if '"' in text and any(low < start and end < high for low, high in self._double_quoted):
             text = text.replace('"', "'")  # before Python 3.12 an f-string may not contain its own quotes
-        self._edits.append(Edit(start, end, text, len(self._edits), layer))
+        self._edits.append(Edit(start, end, text, len(self._edits), layer, drops or not text))
 
     @cached_property
     def _double_quoted(self) -> list[tuple[int, int]]:
@@ -90,22 +93,12 @@ class Edits:
         start = self.line_start(self.script.span(statement)[0])
         self.insert(start, f"{self.indent_of(statement)}{text}{self.script.newline}", LINE)
 
-    def line_after(self, statement: cst.CSTNode, text: str) -> None:
-        """Insert a line below a statement, with its indentation."""
-        end = self.line_end(self.script.span(statement)[1])
-        broken = "" if self.script.data[:end].endswith(b"\n") else self.script.newline
-        self.insert(end, f"{broken}{self.indent_of(statement)}{text}{self.script.newline}", LINE)
-
     def has_line_of_its_own(self, statement: cst.CSTNode) -> bool:
         """Return whether a statement is alone on its line, so that text can go before it."""
         line = self.script.parent(statement) if isinstance(statement, cst.BaseSmallStatement) else statement
         if isinstance(line, cst.SimpleStatementLine) and len(line.body) > 1:
             return False
         return line is not None and isinstance(self.script.parent(line), (cst.IndentedBlock, cst.Module))
-
-    def is_indented_already(self, place: int) -> bool:
-        """Return whether a byte is in the region whose lines keep their indentation."""
-        return self.indented_already[0] <= place < self.indented_already[1]
 
     def remove(self, node: cst.CSTNode) -> None:
         """Remove a statement; a block that becomes empty is removed with its header."""
@@ -115,16 +108,16 @@ class Edits:
         """Return whether a node is removed, by itself or with a node around it."""
         return any(each in self._removed for each in (node, *self.script.ancestors(node)))
 
-    def remove_argument(self, call: cst.Call, arg: cst.Arg) -> None:
-        """Remove an argument of a call, with its comma."""
-        index = next(number for number, each in enumerate(call.args) if each is arg)
-        start, end = self.script.span(arg)
-        if index + 1 < len(call.args):
-            end = self.script.span(call.args[index + 1])[0]
-        elif index > 0:
-            start = self.script.span(call.args[index - 1].value)[1]
-            end = self.script.span(arg.value)[1]
-        self.replace_span(start, end, "")
+    def remove_arguments(self, call: cst.Call, gone: Sequence[cst.Arg]) -> None:
+        """Remove arguments of a call, with their commas; the first one, or the last kept one, keeps its own."""
+        kept = [number for number, each in enumerate(call.args) if each not in gone]
+        last = kept[-1] if kept else -1
+        for number, each in enumerate(call.args[: max(last, 0)]):
+            if each in gone:
+                self.replace_span(self.script.span(each)[0], self.script.span(call.args[number + 1])[0], "")
+        if last + 1 < len(call.args):
+            start = self.script.span(call.args[last].value)[1] if kept else self.script.span(call.args[0])[0]
+            self.replace_span(start, self.script.span(call.args[-1].value)[1], "")
 
     def add_argument(self, call: cst.Call, text: str) -> None:
         """Add an argument to a call, after the existing ones."""
@@ -145,34 +138,33 @@ class Edits:
         """Return the edited text.
 
         Raises:
-            ConversionError: two edits overlap.
+            ConversionError: two edits overlap, or one would swallow another.
         """
         self._settle_removals()
         data, result, place = self.script.data, [], 0
         for edit in self._outermost():
             if edit.start < place:
-                line = data.count(b"\n", 0, edit.start) + 1
-                raise ConversionError(
-                    f"{self.script.name}, line {line}: two changes want the same text, so none is made. Write the "
-                    f"line in simpler parts, and try again."
-                )
-            is_inner = (
-                edit.layer == LINE
-                and edit.start == edit.end
-                and self.indented_from is not None
-                and edit.start >= self.indented_from
-                and not self.is_indented_already(edit.start)
-            )
-            result += [data[place : edit.start], (self.script.indent * is_inner + edit.text).encode()]
+                raise self._internal(edit)
+            result += [data[place : edit.start], edit.text.encode()]
             place = edit.end
         return b"".join([*result, data[place:]]).decode()
 
     def _outermost(self) -> Iterable[Edit]:
-        """Return the edits in the order of the text, without those inside a range that another edit replaces."""
+        """Return the edits in the order of the text, without those inside a range that is replaced as a whole."""
         whole = [edit for edit in self._edits if edit.end > edit.start]
-        kept = [edit for edit in self._edits if not any(_is_gone(edit, other) for other in whole)]
-        return sorted(
-            dict.fromkeys(kept), key=lambda edit: (edit.start, edit.end > edit.start, edit.layer, edit.number)
+        kept = []
+        for edit in dict.fromkeys(self._edits):
+            around = [other for other in whole if _is_gone(edit, other)]
+            if around and not any(other.drops for other in around):
+                raise self._internal(edit)
+            kept += [] if around else [edit]
+        return sorted(kept, key=lambda edit: (edit.start, edit.end > edit.start, edit.layer, edit.number))
+
+    def _internal(self, edit: Edit) -> ConversionError:
+        line = self.script.data.count(b"\n", 0, edit.start) + 1
+        return ConversionError(
+            f"{self.script.name}, line {line}: two changes want the same text, so none is made. Write the line in "
+            f"simpler parts, and try again; and please report it with the line, as it is an error of distwrap's."
         )
 
     def _settle_removals(self) -> None:
@@ -221,14 +213,14 @@ class Edits:
             start = self.script.span(node.decorators[0])[0]
         only = isinstance(block, cst.IndentedBlock) and all(each in gone for each in block.body)
         if only and isinstance(block, cst.IndentedBlock) and block.body[0] is node:
-            self.replace_span(start, end, "pass")
+            self.replace_span(start, end, "pass", drops=True)
         elif isinstance(block, (cst.IndentedBlock, cst.Module)):
             first, last = self.line_start(start), self.line_end(end)
             if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
                 last = self._behind_blank_lines(last)
             self.replace_span(first, last, "", LINE)
         else:
-            self.replace_span(start, end, "pass")
+            self.replace_span(start, end, "pass", drops=True)
 
     def _behind_blank_lines(self, place: int) -> int:
         while place < len(self.script.data) and not self.script.data[place : self.line_end(place)].strip():
@@ -238,8 +230,6 @@ class Edits:
 
 def _is_gone(edit: Edit, other: Edit) -> bool:
     """Return whether an edit lies inside the text that another edit replaces."""
-    if edit.layer == INDENT:
-        return other.start < edit.start < other.end or (other.layer == LINE and other.start == edit.start)
     at_edge = edit.start == edit.end and edit.start in (other.start, other.end)
     is_longer = other.end - other.start > edit.end - edit.start
     return other.start <= edit.start and edit.end <= other.end and is_longer and not at_edge

@@ -8,18 +8,15 @@ from typing import Literal
 
 from distwrap.prove.catalogue import is_ignored
 
-Outcome = Literal["done", "left", "unsure"]
+Outcome = Literal["done", "todo", "left", "unsure"]
 
 # Ids of the catalogue of mistakes.
 _MISTAKES = {
     "sum": "DW102",
     "module": "DW104",
     "not-sharded": "DW201",
-    "repeated": "DW201",
     "own-sum": "DW204",
-    "own-share": "DW204",
-    "whole-sum": "DW204",
-    "early-length": "DW301",
+    "metric": "DW204",
     "branch": "DW302",
     "closure": "DW401",
 }
@@ -35,7 +32,7 @@ class Finding:
         seen: the code, on one line.
         why: why it matters, or why nothing was done.
         fix: what to write; empty if it was done.
-        outcome: whether it was done, left on purpose, or left because it is not clear.
+        outcome: whether it was done, became a TODO line, was left on purpose, or left because it is not clear.
     """
 
     line: int
@@ -70,11 +67,14 @@ class Notes:
         """Return whether a line has the comment that ignores it, or what a rule finds there."""
         return 0 < line <= len(self._lines) and is_ignored(self._lines[line - 1], _MISTAKES.get(rule, ""))
 
-    def add(self, line: int, rule: str, why: str, fix: str = "", outcome: Outcome = "left") -> None:
-        """Add a finding at a line."""
-        if not self.ignored(line, rule):
-            seen = self._lines[line - 1].strip() if 0 < line <= len(self._lines) else ""
-            self._found[Finding(line, rule, seen, why, fix, outcome)] = None
+    def add(self, line: int, rule: str, why: str, fix: str = "", outcome: Outcome = "left") -> bool:
+        """Add a finding at a line; return whether it is new, and not ignored there."""
+        seen = self._lines[line - 1].strip() if 0 < line <= len(self._lines) else ""
+        found = Finding(line, rule, seen, why, fix, outcome)
+        if self.ignored(line, rule) or found in self._found:
+            return False
+        self._found[found] = None
+        return True
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(sorted(self._found))
@@ -89,7 +89,12 @@ class Notes:
 
 def report(notes: Iterable[Finding], name: str) -> Iterator[str]:
     """Yield the lines that tell the user what was done, what was left and what is not clear."""
-    titles: dict[Outcome, str] = {"done": "done", "left": "left as it is", "unsure": "not sure, so left as it is"}
+    titles: dict[Outcome, str] = {
+        "done": "done",
+        "todo": "for you, at a TODO line",
+        "left": "left as it is",
+        "unsure": "not sure, so left as it is",
+    }
     found = list(notes)
     for outcome, title in titles.items():
         chosen = [each for each in found if each.outcome == outcome]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 
 import libcst as cst
 
@@ -86,6 +87,29 @@ def used_names(text: str) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             found.add(node.value)
     return found
+
+
+def unbound_names(text: str) -> set[str]:
+    """Return the names that a program reads, and that neither it nor Python binds anywhere.
+
+    Example:
+        >>> unbound_names("import a.b\\nfor c in a.b.d(len(e)): pass")
+        {'e'}
+    """
+    read, bound = set[str](), {*vars(builtins), "__file__"}
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                read.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                bound.add(name)
+            case ast.ClassDef(name=str(name)) | ast.ExceptHandler(name=str(name)) | ast.alias(asname=str(name)):
+                bound.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                bound.add(name)
+            case ast.alias(name=name):
+                bound.add(name.split(".")[0])
+    return read - bound
 
 
 def without_unused(before: str, script: Script) -> str:

@@ -32,13 +32,14 @@ COLLECTIVES = {
 
 # Methods that return their own model or tensor, moved or changed.
 MOVES = ("to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "type")
+# Functions that read a model itself.
+TRACERS = ("torch.jit.trace", "torch.jit.script", "torch.onnx.export", "torch.fx.symbolic_trace")
 DEVICE = "torch.device"
 ACCELERATORS = ("cuda", "mps", "xpu", "npu")
 AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
 SCALER = (
     "torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
 )  # fmt: skip
-CLIP = ("torch.nn.utils.clip_grad_norm_",)
 
 # Random numbers
 
@@ -86,7 +87,6 @@ WRITERS = (
     "tensorboardX.SummaryWriter", "wandb.init",
 )  # fmt: skip
 RECORDS = ("wandb.log", "wandb.finish", "wandb.watch", "mlflow.log_metric", "mlflow.log_metrics", "mlflow.log_params")
-LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 
 # Files
 

@@ -133,13 +133,6 @@ class Script:
                 return each
         return node
 
-    def siblings(self, statement: cst.CSTNode) -> Sequence[cst.CSTNode]:
-        """Return all statements of the block that contains a statement."""
-        above = self.parent(statement)
-        if isinstance(above, (cst.IndentedBlock, cst.Module)):
-            return above.body
-        return [statement]
-
     def names(self, node: cst.CSTNode) -> set[str]:
         """Return the full names of an imported or builtin expression, such as ``"torch.nn.Linear"``."""
         if node not in self._names:
@@ -207,15 +200,6 @@ class Script:
     def listed(self, nodes: Sequence[cst.CSTNode]) -> str:
         """Return arguments or imported names as text, separated by commas."""
         return ", ".join(self.code(each).rstrip().rstrip(",").rstrip() for each in nodes)
-
-    def long_texts(self, within: cst.CSTNode | None = None) -> list[tuple[int, int]]:
-        """Return the spans of multi-line strings, whose lines must not be indented again."""
-        return [
-            self.span(node)
-            for kind in (cst.SimpleString, cst.FormattedString)
-            for node in self.find(kind, within)
-            if "\n" in self.code(node)
-        ]
 
     def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
         """Return whether a node is another node or a part of it."""

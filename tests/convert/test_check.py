@@ -47,16 +47,6 @@ def evaluate(loader):
     return {result}
 evaluate({loader})
 """
-SCHEDULED = """
-loader = DataLoader(data)
-{before}
-loader = shard_loader(loader{options})
-{after}
-optimizer = torch.optim.SGD(net.parameters())
-for x in loader:
-    net(x).backward()
-    optimizer.step()
-"""
 CLOSURE = """
 optimizer = torch.optim.{name}(net.parameters())
 for x in shard_loader(DataLoader(d)):
@@ -77,44 +67,12 @@ def guarded(line: str) -> str:
 
 
 FOUND = {
-    "own-share": [
-        STATISTICS.format(line="xs = torch.cat([x for x in loader])\nmu = xs.mean(0)", used="x - mu"),
-        STATISTICS.format(line="xs = list(loader)\nmu = torch.cat(xs).mean(0)", used="x - mu"),
-        STATISTICS.format(line="s = 0\nfor x in loader:\n    s += x.sum(0)\nmu = s / len(d)", used="x - mu"),
-        STATISTICS.format(
-            line="xs = []\nfor x in loader:\n    xs.append(x)\nmu = torch.cat(xs).mean(0)", used="x - mu"
-        ),
-        "def f(loader):\n    xs = torch.cat([x for x in loader])\n    return xs.mean(0)\n"
-        + STATISTICS.format(line="mu = f(loader)", used="x - mu"),
-    ],
-    "repeated": [
-        EVALUATION.format(
-            result="reduce(hits, op='sum') / len(loader.dataset)", loader=f"shard_loader(DataLoader(d, {each}))"
-        )
-        for each in ("shuffle=True", "8, True")
-    ]
-    + [
-        "loader = shard_loader(DataLoader(d, shuffle=True))\nt = 0\nfor x in loader:\n    t += x.item()\n"
-        "t = reduce(t, op='sum')\nt /= len(d)\nprint(t)"
-    ],
-    "whole-sum": [
-        DATA + EVALUATION.format(result="reduce(hits, op='sum') / len(data)", loader="DataLoader(data)"),
-        DATA + "xs = []\nfor x in DataLoader(data):\n    xs.append(net(x))\nxs = gather(torch.cat(xs))",
-    ],
     "sum": [
         summed("F.mse_loss(net(x), y, reduction='sum').backward()"),
         summed("loss = ((net(x) - y) ** 2).sum()\n    loss.backward()"),
         summed("F.cross_entropy(net(x), y, weight=w).backward()"),
         "criterion = torch.nn.CrossEntropyLoss(weight=w)" + summed("loss = criterion(net(x), y)\n    loss.backward()"),
         "criterion = torch.nn.MSELoss(reduction='sum')" + summed("distwrap.backward(criterion(net(x), y))"),
-    ],
-    "early-length": [
-        SCHEDULED.format(before="steps = 3 * len(loader)", options="", after="s = warm_up(o, steps)"),
-        SCHEDULED.format(
-            before="s = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=len(loader))", options="", after=""
-        ),
-        "raw = DataLoader(data)\nloader = shard_loader(raw)\n"
-        "s = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=len(raw))",
     ],
     "closure": [CLOSURE.format(name="LBFGS", loss="loss")],
     "set-epoch": ["sampler = DistributedSampler(data)", "DataLoader(data, sampler=DistributedSampler(data))"],
@@ -136,6 +94,11 @@ FOUND = {
         "    for x in loader:\n        total += x.item() * 2\n    return total",
         "loader = shard_loader(DataLoader(d))\nprint(sum(f(x).item() for x in loader) / len(d))",
         "def f():\n    total = sum([x.item() for x in shard_loader(DataLoader(d))])\n    return total",
+        EVALUATION.format(result="hits / 9", loader="shard_loader(DataLoader(d))"),
+        EVALUATION.format(result="hits", loader="shard_loader(DataLoader(d))").replace(
+            "    return", "    if hits > 3:\n        return"
+        ),
+        "meter = Meter()\nfor x in shard_loader(DataLoader(d)):\n    meter.update(x)\nbest = min(best, meter.avg)",
     ],
     "shuffle": ["DataLoader(data, sampler=s, shuffle=True)"],
     "star-import": ["from distwrap import *"],
@@ -180,10 +143,6 @@ RIGHT = [
     summed("F.cross_entropy(net(x), y).backward()"),
     summed("loss = F.mse_loss(net(x), y, reduction='sum') / len(x)\n    loss.backward()"),
     summed("loss = F.mse_loss(net(x), y) + 0.1 * (net.weight ** 2).sum()\n    loss.backward()"),
-    SCHEDULED.format(before="", options="", after="steps = 3 * len(loader)"),
-    SCHEDULED.format(before="steps = 3 * len(loader)", options=", batch_size='global'", after=""),
-    SCHEDULED.format(before="print(len(loader))", options="", after=""),
-    SCHEDULED.format(before="n = len(loader)\ntext = f'{n} batches'", options="", after="print(text)"),
     CLOSURE.format(name="LBFGS", loss="mean(loss)"),
     CLOSURE.format(name="SGD", loss="loss"),
     CLOSURE.format(name="LBFGS", loss="loss").replace("shard_loader(DataLoader(d))", "range(9)"),

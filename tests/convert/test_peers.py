@@ -44,13 +44,8 @@ class Run:
 
 
 RUNS = {
-    "imagenet": Run(
-        "--multiprocessing-distributed --world-size 1 --rank 0 --dist-url tcp://127.0.0.1:{port} --dist-backend gloo "
-        "--seed 1 -b 16",
-        "--world-size 1 --seed 1 -b 8", "checkpoint.pth.tar", "state_dict", left=("save",),
-    ),
     "torchrun": Run("3 1 --batch_size 8", "3 1 --batch_size 4", "snapshot.pt", "MODEL_STATE"),
-    "data_parallel": Run("--batch-size 16", "--batch-size 16", "digits_cnn.pt"),
+    "data_parallel": Run("--batch-size 16", "--batch-size 16", "digits_cnn.pt", left=("shard_loader",)),
 }  # fmt: skip
 
 each_program = pytest.mark.parametrize("name", RUNS)

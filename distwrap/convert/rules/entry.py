@@ -1,4 +1,4 @@
-"""Choose the function that the ranks run: decorate an existing one, or make one from the module level."""
+"""Say where the ranks begin: a function that holds the training gets the decorator, any other script stays flat."""
 
 from __future__ import annotations
 
@@ -7,45 +7,48 @@ from collections.abc import Sequence
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.main_guard import decorator, make_main, region_of
+from distwrap.convert.names import INIT
 from distwrap.convert.script import Function, path_of
 
 
-def choose_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> bool:
-    """Choose the code that the ranks will run.
+def choose_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> None:
+    """Choose the function that the ranks run; without one they run the whole script.
 
     Args:
         conversion: the current conversion.
         needed: the code that the ranks must run.
-
-    Returns:
-        Whether there is such a function, or one can be made; if not, the notes say why.
     """
-    script, facts = conversion.script, conversion.facts
-    entry = find_entry(conversion, needed)
+    entry = _function_of_all(conversion, needed)
+    if entry is not None and not _is_plain(conversion, entry):
+        entry = None
+    conversion.begin_at(entry)
+
+
+def write_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> None:
+    """Decorate the chosen function, or set the group up at the top of a script that stays flat."""
+    entry = conversion.entry
     if entry is not None:
-        conversion.reach.begin_at(entry)
-        return True
-    if any(script.function_of(each) is None for each in needed):
-        conversion.reach.region = region_of(conversion, needed)
-        return True
-    loop = facts.training_loops[0].loop if facts.training_loops else needed[0]
-    conversion.unsure(
-        loop, "entry", "no function of this file holds the whole training: the model, the optimizer, the loader and "
-        "the loop", "def main(): around the code that makes them and starts the training, and a call of main(); then "
-        "convert again",
-    )  # fmt: skip
-    return False
+        options = ", ".join(f"{key}={value}" for key, value in conversion.decorator_options.items())
+        decorator = f"@{conversion.helpers.name('distributed')}" + (f"({options})" if options else "")
+        conversion.edits.line_before(entry, decorator)
+        conversion.done(entry, "entry", f"each rank runs {entry.name.value}(); a call returns rank 0's value")
+        return
+    script, guard = conversion.script, conversion.facts.guard
+    calls = [] if any(script.calls(*INIT)) else [conversion.call("setup_process_group")]
+    if "seed" in conversion.decorator_options:
+        calls.append(conversion.call("seed_everything", conversion.decorator_options["seed"]))
+    of_file = [each for each in needed if script.function_of(each) is None]
+    if guard is None or not all(script.inside(each, guard) for each in of_file):
+        conversion.below_imports += calls
+    elif isinstance(guard.body, cst.IndentedBlock):
+        for call in calls:
+            conversion.edits.line_before(guard.body.body[0], call)
+    else:
+        conversion.edits.insert(script.span(guard.body.body[0])[0], "".join(f"{call}; " for call in calls))
+    conversion.done(needed[0], "entry", f"each rank runs the whole script: {conversion.command()} {script.name}")
 
 
-def decorate_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> bool:
-    """Put ``@distributed`` on the chosen function, or make one; return whether this succeeded."""
-    if conversion.reach.entry is not None:
-        return decorate(conversion, conversion.reach.entry)
-    return make_main(conversion, needed) is not None
-
-
-def find_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> Function | None:
+def _function_of_all(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> Function | None:
     """Return the function that contains all of the training, preferably one called at module level, or None."""
     script, facts = conversion.script, conversion.facts
     holding = [each for each in facts.values.functions.values() if all(facts.holds(each, need) for need in needed)]
@@ -70,13 +73,8 @@ def _is_started(conversion: Conversion, function: Function) -> bool:
     )
 
 
-def decorate(conversion: Conversion, entry: Function) -> bool:
-    """Put the decorator directly above a function, below its existing ones."""
+def _is_plain(conversion: Conversion, function: Function) -> bool:
+    """Return whether a function is neither async nor a generator, so that ranks can run it."""
     script = conversion.script
-    is_generator = any(script.function_of(each) is entry for each in script.find(cst.Yield, entry))
-    if entry.asynchronous is not None or is_generator:
-        conversion.unsure(entry, "entry", "an async function or a generator cannot be run by ranks", "a plain function")
-        return False
-    conversion.edits.line_before(entry, decorator(conversion))
-    conversion.done(entry, "entry", f"each rank runs {entry.name.value}(); a call returns rank 0's value")
-    return True
+    yields = any(script.function_of(each) is function for each in script.find(cst.Yield, function))
+    return function.asynchronous is None and not yields

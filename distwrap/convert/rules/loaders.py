@@ -1,129 +1,82 @@
-"""Shard the loaders of training, and those of evaluations whose sums can be added up."""
+"""Shard the loaders of training, and those with a DistributedSampler; every rank goes through all of any other."""
 
 from __future__ import annotations
 
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.names import BARS, CPU_SEEDS, DRAWS_OF_DATA, SEED_FUNCTIONS
-from distwrap.convert.rules.metrics import Reading, read_loop
-from distwrap.convert.rules.readers import (
-    Reader,
-    add_up_readings,
-    give_own_loaders,
-    note_handed_on,
-    note_readers,
-    readers_of,
-)
-from distwrap.convert.rules.sums import note_lengths
-from distwrap.convert.script import argument, path_of
+from distwrap.convert.names import BARS, CPU_SEEDS, DRAWS_OF_DATA, LOADER, SAMPLER, SEED_FUNCTIONS
+from distwrap.convert.script import argument, argument_node, constant, keywords_of, path_of
+
+_LOOKS = ("builtins.len", "builtins.enumerate", "builtins.iter", "builtins.zip", "builtins.print", *BARS)
+_KEEPS_NO_SAMPLES = (cst.Assign, cst.AnnAssign, cst.Return, cst.Element, cst.DictElement, cst.For, cst.Attribute)
+_SAMPLER_KEYWORDS = {"shuffle", "num_replicas", "rank", "seed", "drop_last", "dataset"}
 
 
 def shard_loaders(conversion: Conversion) -> None:
-    """Shard the loaders of training, and those of evaluations whose results can be added up."""
+    """Shard the loaders of training, and say of any other what the ranks do with it."""
     facts = conversion.facts
-    training = [each for each in facts.loaders if each in facts.training_loaders and conversion.may_change(each)]
-    readings = {
-        loop: read_loop(conversion, loop, is_training=any(each.loop is loop for each in facts.training_loops))
-        for loader in facts.loaders
-        for loop in facts.loops_over(loader)
-    }
-    sharded = _sharded(conversion, training, readings)
-    kept: set[cst.For] = set()
-    exact: set[cst.For] = set()
+    fed = {each.loop: facts.loader_of(facts.iterated(each.loop)) or [None] for each in facts.training_loops}
+    all_seen = not any(None in found for found in fed.values())
     for loader in facts.loaders:
-        if loader in sharded:
-            readers = readers_of(conversion, loader, readings) if loader in training else []
-            _shard(conversion, loader, readers, is_training=loader in training)
-            kept |= {each.loop for each in readers if each.is_served and each.loop and each.share == "whole"}
-            exact |= {each.loop for each in readers if each.is_served and each.loop and each.share == "exact"}
-        elif loader not in facts.training_loaders:
-            _leave(conversion, loader, readings)
-    add_up_readings(conversion, readings, sharded, kept, exact)
-    note_lengths(conversion, readings.values())
-    for each in facts.training_loops:
-        is_fed = each.loop in conversion.own_batches or any(facts.loader_of(facts.iterated(each.loop)))
-        if not is_fed:
+        if loader in facts.training_loaders and conversion.may_change(loader):
+            _shard(conversion, loader)
+        elif conversion.on_ranks(loader) and all_seen:
             conversion.left(
-                each.loop, "shard_loader", "no DataLoader that can be seen feeds this loop; where every rank trains on "
-                "the same, the run ends with an error", "shard_loader(DataLoader(...)), or split(batch)",
+                loader, "shard_loader", "every rank goes through all of it, which is right, and takes as long as in "
+                "one process", "shard_loader(...), and reduce(total, op=\"sum\") or gather(...) of what its loop "
+                "computes",
             )  # fmt: skip
-    _look_at_seeds(conversion)
+    for loop, found in fed.items():
+        if None in found:
+            conversion.todo(
+                loop, "shard_loader", "no loader is seen to feed this loop, and all ranks may train on the same",
+                "shard_loader(loader), split(batch), or before it seed_everything(seed, apart=True)",
+            )  # fmt: skip
+    if any(
+        "BatchNorm" in name for call in conversion.script.find(cst.Call) for name in conversion.script.names(call.func)
+    ):
+        for loop in [
+            each
+            for loader in facts.loaders
+            if loader not in facts.training_loaders
+            for each in facts.loops_over(loader)
+        ]:
+            conversion.todo(
+                loop, "buffers", "each rank has BatchNorm statistics of its own", "sync_buffers(model) before this loop"
+            )
+    _seed_draws_of_data(conversion)
 
 
-def _sharded(conversion: Conversion, training: list[cst.Call], readings: dict[cst.For, Reading]) -> set[cst.Call]:
-    """Return the loaders that can be sharded: those of training, and those whose loops are all clear."""
-    facts = conversion.facts
-    sharded = {
-        each for each in facts.loaders if conversion.may_change(each) and conversion.on_ranks(each)
-    } - facts.training_loaders
-    sharded |= set(training)
-    changed = True
-    while changed:
-        changed = False
-        for loader in sorted(sharded - set(training), key=conversion.script.span):
-            loops = facts.loops_over(loader)
-            shared = all(each in sharded for loop in loops for each in facts.loader_of(facts.iterated(loop)))
-            if (
-                not loops
-                or not shared
-                or not all(readings[loop].is_clear for loop in loops)
-                or _other_use(conversion, loader)
-            ):
-                sharded.discard(loader)
-                changed = True
-    return sharded
-
-
-def _other_use(conversion: Conversion, loader: cst.Call) -> bool:
-    """Return whether a loader is used for more than loops, its length, its dataset, or as an argument."""
-    script, values = conversion.script, conversion.facts.values
-    for node in conversion.facts.mentions(loader):
+def _shard(conversion: Conversion, loader: cst.Call) -> None:
+    script, facts = conversion.script, conversion.facts
+    conversion.wrap(loader, "shard_loader", ', batch_size="global"' if conversion.global_batch else "")
+    conversion.done(
+        loader, "shard_loader", "each rank trains on its share; the batch size is that of all ranks together"
+        if conversion.global_batch else "each rank trains on its share, with batches of this size: a step sees as many "
+        "times more samples as there are ranks, so look at the learning rate, or convert with --global-batch",
+    )  # fmt: skip
+    training = [each.loop for each in facts.training_loops]
+    for loop in facts.loops_over(loader):
+        if loop not in training and not any(script.inside(each, loop) for each in training):
+            _say_it_is_a_share(conversion, loop)
+    for node in facts.mentions(loader):
         above = script.parent(node)
-        if isinstance(above, cst.Attribute):
-            if above.attr.value != "dataset":
-                return True
-        elif isinstance(above, cst.Arg):
-            call = script.parent(above)
-            name = path_of(call.func) if isinstance(call, cst.Call) else None
-            is_method = (name or "").startswith("self.") or "." in (name or "")
-            known = name in values.functions or name in values.classes or is_method
-            if not known and not script.is_a(call, "builtins.len", "builtins.enumerate", *BARS):
-                return True
-        elif not isinstance(above, (cst.For, cst.Assign, cst.Return, cst.Element, cst.AnnAssign)):
-            return True
-    return False
+        call = script.parent(above) if isinstance(above, cst.Arg) else None
+        name = path_of(call.func) or "" if isinstance(call, cst.Call) else ""
+        is_known = name in facts.values.functions or name in facts.values.classes or name.startswith("self.")
+        if not (isinstance(above, _KEEPS_NO_SAMPLES) or is_known or script.is_a(call, *_LOOKS)):
+            _say_it_is_a_share(conversion, node)
 
 
-def _shard(conversion: Conversion, loader: cst.Call, readers: list[Reader], *, is_training: bool) -> None:
-    options = ', batch_size="global"' if conversion.global_batch else ""
-    if not readers or not give_own_loaders(conversion, loader, readers, options):
-        conversion.wrap(loader, "shard_loader", options)
-        note_readers(conversion, readers)
-    if is_training:
-        note_handed_on(conversion, loader)
-    if not is_training:
-        why = "each rank evaluates its share, each sample once, and the sums are added up over the ranks"
-    elif conversion.global_batch:
-        why = "each rank trains on its share; the batch size is that of all ranks together, so the learning rate stays"
-    else:
-        why = (
-            "each rank trains on its share, with batches of this size: a step sees as many times more samples as there "
-            "are ranks, so look at the learning rate, or convert with --global-batch"
-        )
-    conversion.done(loader, "shard_loader", why)
-
-
-def _leave(conversion: Conversion, loader: cst.Call, readings: dict[cst.For, Reading]) -> None:
-    loops = conversion.facts.loops_over(loader)
-    why = next((readings[loop].why for loop in loops if readings[loop].why), "its use is not clear")
-    conversion.left(
-        loader, "shard_loader", f"every rank goes through all of it, which is right but takes as long as in one "
-        f"process: {why}", "shard_loader(...) here, and gather, mean or reduce for what its loop computes",
+def _say_it_is_a_share(conversion: Conversion, node: cst.CSTNode) -> None:
+    conversion.todo(
+        node, "shard_loader", "this sees the rank's share of the loader alone",
+        "a second DataLoader for this, not sharded",
     )  # fmt: skip
 
 
-def _look_at_seeds(conversion: Conversion) -> None:
+def _seed_draws_of_data(conversion: Conversion) -> None:
     """Seed the ranks alike if a script draws its data or a split without a seed."""
     script = conversion.script
     seeded = {
@@ -140,8 +93,9 @@ def _look_at_seeds(conversion: Conversion) -> None:
         if conversion.on_ranks(drawn):
             if "seed" not in conversion.decorator_options:
                 conversion.decorator_options["seed"] = "0"
-                why = "unseeded, each rank would draw data of its own; seed=0 lets them draw alike"
-                conversion.done(drawn, "seed", why)
+                conversion.done(
+                    drawn, "seed", "unseeded, each rank would draw data of its own; a seed lets them draw alike"
+                )
         elif script.function_of(drawn) is None:
             conversion.left(
                 drawn, "seed", "unseeded, and drawn before there are ranks, each of which may draw data of its own",
@@ -155,3 +109,80 @@ def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
     return any(
         each is not conversion.facts.guard and "is_available" not in conversion.script.code(each.test) for each in tests
     )
+
+
+def shard_instead_of_sampling(conversion: Conversion) -> None:
+    """Shard the loaders that have a DistributedSampler, and remove samplers that are not used otherwise."""
+    script = conversion.script
+    others = dict.fromkeys(script.calls(*SAMPLER))
+    for loader in list(script.calls(*LOADER)):
+        given = argument_node(loader, "sampler", 3)
+        sources = list(conversion.facts.values.sources(given.value)) if given is not None else []
+        sampler = sources[0] if len(sources) == 1 else None
+        if given is None or not isinstance(sampler, cst.Call) or sampler not in others:
+            continue
+        calls = _epochs(conversion, loader, sampler)
+        if calls is not None and conversion.may_change(loader):
+            others.pop(sampler)
+            _shard_as_sampled(conversion, loader, given, sampler, calls)
+    for each in others:
+        conversion.todo(
+            each, "sampler", "it stays, and fails in one process, as it is used for more than a loader and its epochs",
+            "shard_loader(DataLoader(...)), without a sampler",
+        )  # fmt: skip
+
+
+def _epochs(conversion: Conversion, loader: cst.Call, sampler: cst.Call) -> dict[cst.Call, str] | None:
+    """Return the calls of ``set_epoch`` with the loader's name there; None if the sampler cannot be removed."""
+    script, facts = conversion.script, conversion.facts
+    if (
+        not keywords_of(sampler.args) <= _SAMPLER_KEYWORDS
+        or constant(argument(sampler, "shuffle", 3) or cst.Name("True")) is ...
+    ):
+        return None
+    made, named = script.assignment_of(sampler), script.assignment_of(loader)
+    path = path_of(made.targets[0].target) if made is not None else None
+    name = path_of(named.targets[0].target) if named is not None else None
+    found: dict[cst.Call, str] = {}
+    for call, attribute in script.method_calls("set_epoch"):
+        of = attribute.value
+        if isinstance(of, cst.Attribute) and of.attr.value == "sampler" and loader in facts.loader_of(of.value):
+            found[call] = script.code(of.value)
+        elif path is not None and path_of(of) == path:
+            is_seen = name is not None and any(each.value is loader for each in facts.values.bound(call, name))
+            if not is_seen or name is None:
+                return None
+            found[call] = name
+    if made is None:
+        return found if script.inside(sampler, loader) else None
+    reads = [each for each in script.reads(path) if not any(script.inside(each, call.func) for call in found)]
+    return found if all(script.inside(each, loader) for each in reads) else None
+
+
+def _shard_as_sampled(
+    conversion: Conversion, loader: cst.Call, given: cst.Arg, sampler: cst.Call, calls: dict[cst.Call, str]
+) -> None:
+    script, edits = conversion.script, conversion.edits
+    shuffles = constant(argument(sampler, "shuffle", 3)) is not False
+    old, seed = argument_node(loader, "shuffle", 2), argument(sampler, "seed")
+    if old is not None and shuffles:
+        edits.remove_arguments(loader, [old])
+    elif old is not None and constant(old.value) is not False:
+        edits.replace(old.value, "False")
+    if shuffles:
+        edits.replace(given, "shuffle=True" + ("," if script.code(given).rstrip().endswith(",") else ""), drops=True)
+    else:
+        edits.remove_arguments(loader, [given])
+    options = "" if seed is None else f", seed={script.code(seed)}"
+    if constant(argument(sampler, "drop_last")) is True:
+        options += ', mode="drop"'
+    elif not shuffles:
+        options += ', mode="pad"'
+    conversion.wrap(loader, "shard_loader", options)
+    conversion.done(loader, "shard_loader", "each rank gets its share, in the same order as of DistributedSampler")
+    for call, name in calls.items():
+        edits.replace(call.func, f"{name}.set_epoch")
+        conversion.done(call, "set-epoch", "the loader is told the epoch")
+    made = script.assignment_of(sampler)
+    if made is not None:
+        edits.remove(made)

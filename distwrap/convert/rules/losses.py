@@ -1,48 +1,48 @@
-"""Note losses that are no mean over the samples of a batch, where the ranks divide the batch."""
+"""Find losses that are no mean over the samples of a batch, where the ranks divide the batch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import libcst as cst
 
-from distwrap.convert.conversion import Conversion
-from distwrap.convert.facts import ScriptFacts
+from distwrap.convert.facts import ScriptFacts, TrainingLoop
 from distwrap.convert.script import argument, constant, keyword_of, path_of
+from distwrap.convert.shares import batch_names
 
 _WEIGHTED = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
-SUM = (
+_SUM = (
     "the loss is a sum over a rank's part of the batch, and gradients are averaged over the ranks, so they are as many "
     "times less as there are ranks"
 )
-WEIGHTED = (
+_WEIGHTED_MEAN = (
     "with class weights the mean is over the weights in a rank's part of the batch, and the ranks' parts have other "
     "sums of weights"
 )
-WEIGHTS_FIX = 'scale_loss(loss_sum, weights[targets].sum()).backward(), with reduction="sum" for loss_sum'
+_WEIGHTS_FIX = 'scale_loss(loss_sum, weights[targets].sum()).backward(), with reduction="sum" for loss_sum'
 
 
-def note_losses(conversion: Conversion) -> None:
-    """Note losses whose gradients differ from those of one process, where a batch is divided among the ranks."""
-    script, facts = conversion.script, conversion.facts
-    for each in facts.training_loops:
-        if not conversion.global_batch and each.loop not in conversion.split_batches:
-            continue
-        for call, attribute in script.method_calls("backward", each.body):
-            sources = list(facts.values.sources(attribute.value, returned=True))
-            if any(source is not None and _has_sum(facts, source) for source in sources):
-                conversion.left(call, "sum", SUM, f"({script.code(attribute.value)} * world_size()).backward()")
-            elif any(source is not None and is_weighted(facts, source) for source in sources):
-                conversion.left(call, "sum", WEIGHTED, WEIGHTS_FIX)
+def wrong_losses(facts: ScriptFacts, training: TrainingLoop) -> Iterator[tuple[cst.Call, str, str]]:
+    """Yield the backwards whose loss is no mean over a batch that is divided, each with why and what to write."""
+    names = batch_names(facts, training.loop)
+    for call, loss in backward_calls(facts, training):
+        made = list(facts.values.sources(loss, returned=True))
+        if made and all(each is not None and _is_sum(facts, each, names) for each in made):
+            yield call, _SUM, f"({facts.script.code(loss)} * world_size()).backward()"
+        elif made and all(each is not None and _is_weighted(facts, each) for each in made):
+            yield call, _WEIGHTED_MEAN, _WEIGHTS_FIX
 
 
-def _has_sum(facts: ScriptFacts, node: cst.BaseExpression, depth: int = 3) -> bool:
-    """Return whether a loss is a sum over its batch, or contains such a sum."""
-    if isinstance(node, cst.BinaryOperation):
-        parts = [one for side in (node.left, node.right) for one in facts.values.sources(side, returned=True)]
-        return depth > 0 and any(each is not None and _has_sum(facts, each, depth - 1) for each in parts)
-    return isinstance(node, cst.Call) and (_asks_for_sum(facts, node) or _is_sum_of(facts, node) is not None)
+def backward_calls(facts: ScriptFacts, training: TrainingLoop) -> Iterator[tuple[cst.Call, cst.BaseExpression]]:
+    """Yield the calls that compute gradients in a training loop, each with the loss."""
+    for call, attribute in facts.script.method_calls("backward", training.body):
+        yield call, attribute.value
+    for call in facts.script.calls("distwrap.backward", within=training.body):
+        if call.args:
+            yield call, call.args[0].value
 
 
-def is_sum(facts: ScriptFacts, node: cst.BaseExpression, of_batch: set[str], depth: int = 3) -> bool:
+def _is_sum(facts: ScriptFacts, node: cst.BaseExpression, of_batch: set[str], depth: int = 3) -> bool:
     """Return whether a loss is surely a sum over its batch, and not divided or scaled afterwards.
 
     Args:
@@ -56,7 +56,7 @@ def is_sum(facts: ScriptFacts, node: cst.BaseExpression, of_batch: set[str], dep
         if not isinstance(node.operator, (cst.Add, cst.Subtract)) or not depth:
             return False
         parts = [one for side in (node.left, node.right) for one in facts.values.sources(side, returned=True)]
-        return any(each is not None and is_sum(facts, each, of_batch, depth - 1) for each in parts)
+        return any(each is not None and _is_sum(facts, each, of_batch, depth - 1) for each in parts)
     if not isinstance(node, cst.Call):
         return False
     summed = _is_sum_of(facts, node)
@@ -66,7 +66,7 @@ def is_sum(facts: ScriptFacts, node: cst.BaseExpression, of_batch: set[str], dep
     return not is_joined and any(each.value in of_batch for each in script.find(cst.Name, summed))
 
 
-def is_weighted(facts: ScriptFacts, node: cst.BaseExpression) -> bool:
+def _is_weighted(facts: ScriptFacts, node: cst.BaseExpression) -> bool:
     """Return whether a loss is a mean with class weights, which divides by the sum of the weights of its samples."""
     if not isinstance(node, cst.Call):
         return False

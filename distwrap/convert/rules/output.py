@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import BARS, RANGES, RECORDS, WRITE_METHODS, WRITERS, WRITES
-from distwrap.convert.script import argument, constant, keywords_of, path_of
+from distwrap.convert.script import argument, constant, is_about_rank, keywords_of, path_of
 
 
 def show_once(conversion: Conversion) -> None:
@@ -40,7 +40,7 @@ def _prints(conversion: Conversion) -> None:
         for node in script.find(cst.Name)
     )
     if prints and not handed:
-        conversion.below_imports = f"print = {conversion.helpers.name('rank_zero_only')}(print)"
+        conversion.below_imports.append(f"print = {conversion.helpers.name('rank_zero_only')}(print)")
         elsewhere = f", here and at {len(prints) - 1} other place(s)" if len(prints) > 1 else ""
         conversion.done(prints[0], "print", f"rank 0 alone prints{elsewhere}")
 
@@ -69,19 +69,27 @@ def _bars(conversion: Conversion) -> None:
 
 
 def _files(conversion: Conversion) -> None:
-    """Make only rank 0 write files other than checkpoints if the call is a statement; otherwise note it."""
+    """Let rank 0 alone write files other than checkpoints; what the others write to an open file goes nowhere."""
     script = conversion.script
     for call in list(script.find(cst.Call)):
         method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
         mode = constant(argument(call, "mode", 1)) if script.is_a(call, "builtins.open") else None
-        opens = isinstance(mode, str) and any(letter in mode for letter in "wax")
-        if not (opens or script.is_a(call, *WRITES) or method in WRITE_METHODS) or not conversion.may_change(call):
+        opens = isinstance(mode, str) and mode[:1] in ("w", "a")
+        if not conversion.may_change(call) or not conversion.on_ranks(call) or script.is_of_some_ranks(call):
             continue
-        statement = script.small_statement_of(call)
-        if isinstance(statement, cst.Expr) and isinstance(statement.value, cst.Call):
-            _under_rank_zero(conversion, statement.value, "writes it")
-        elif conversion.on_ranks(call) and not conversion.edits.replaces(call) and not script.is_of_some_ranks(call):
-            conversion.left(call, "file", "every rank opens this file, and writes it", "if is_rank_zero(): around it")
+        if any(is_about_rank(script.code(arg)) for arg in call.args):
+            continue  # a file of each rank's own
+        if script.is_a(call, "os.makedirs") and argument(call, "exist_ok", 2) is None:
+            conversion.edits.add_argument(call, "exist_ok=True")
+            conversion.done(call, "file", "another rank may have made it")
+        elif opens and call.args[0].keyword is None:
+            nowhere = "os.devnull" if "os" in script.bound_names else '"/dev/null"'
+            conversion.edits.insert(
+                script.span(call.args[0].value)[1], f" if {conversion.call('is_rank_zero')} else {nowhere}"
+            )
+            conversion.done(call, "file", "rank 0 alone writes it")
+        elif script.is_a(call, *WRITES) or method in WRITE_METHODS:
+            _under_rank_zero(conversion, call, "writes it")
 
 
 def _under_rank_zero(conversion: Conversion, call: cst.Call, does: str = "logs it") -> None:

@@ -9,16 +9,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
-from distwrap import (
-    device as distwrap_device,
-    distributed,
-    is_rank_zero,
-    load,
-    rank_zero_only,
-    reduce,
-    shard_loader,
-    wrap_model,
-)
+from distwrap import distributed, is_rank_zero, rank_zero_only, shard_loader, wrap_model
 
 print = rank_zero_only(print)
 
@@ -90,7 +81,6 @@ def test(model, device, test_loader):
             test_loss += F.nll_loss(output, target, reduction="sum").item()  # sum up batch loss
             pred = output.argmax(dim=1, keepdim=True)  # get the index of the max log-probability
             correct += pred.eq(target.view_as(pred)).sum().item()
-        test_loss, correct = reduce((test_loss, correct), op="sum")
 
     test_loss /= len(test_loader.dataset)
 
@@ -120,7 +110,7 @@ def main():
     use_cuda = not args.no_cuda and torch.cuda.is_available()
     torch.manual_seed(args.seed)
     torch.set_default_dtype(torch.float64)
-    device = distwrap_device()
+    device = torch.device("cuda" if use_cuda else "cpu")
 
     train_kwargs = {"batch_size": args.batch_size}
     test_kwargs = {"batch_size": args.test_batch_size}
@@ -130,13 +120,15 @@ def main():
         test_kwargs.update(cuda_kwargs)
 
     train_loader = shard_loader(DataLoader(Digits(96, 0), **train_kwargs), batch_size="global")
-    test_loader = shard_loader(DataLoader(Digits(33, 1), **test_kwargs), batch_size="global")
+    test_loader = DataLoader(Digits(33, 1), **test_kwargs)
 
     model = Net()
     if args.resume and os.path.exists(args.resume):
-        model.load_state_dict(load(args.resume, map_location="cpu"))
-    model = wrap_model(model)
+        model.load_state_dict(torch.load(args.resume, map_location="cpu"))
+    if torch.cuda.device_count() > 1:
+        print("Let's use", torch.cuda.device_count(), "GPUs!")
     model.to(device)
+    model = wrap_model(model)
     optimizer = optim.Adam(model.parameters(), lr=args.lr)
 
     best = 0.0

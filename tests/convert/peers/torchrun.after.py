@@ -7,14 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 from distwrap import (
-    device,
-    distributed,
-    is_rank_zero,
-    load,
     local_rank,
     rank,
     reduce,
     save,
+    setup_process_group,
     shard_loader,
     world_size,
     wrap_model,
@@ -34,6 +31,10 @@ class RandomRows(Dataset):
         return self.data[index]
 
 
+def ddp_setup():
+    setup_process_group()
+
+
 class Trainer:
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Trainer:
     ) -> None:
         self.local_rank = local_rank()
         self.global_rank = rank()
-        self.device = device()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = model.to(self.device)
         self.train_data = train_data
         self.optimizer = optimizer
@@ -59,7 +60,7 @@ class Trainer:
         self.model = wrap_model(self.model)
 
     def _load_snapshot(self, snapshot_path):
-        snapshot = load(snapshot_path, map_location=self.device)
+        snapshot = torch.load(snapshot_path, map_location=self.device)
         self.model.load_state_dict(snapshot["MODEL_STATE"])
         self.optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         self.epochs_run = snapshot["EPOCHS_RUN"]
@@ -95,7 +96,7 @@ class Trainer:
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": epoch + 1,
         }
-        if is_rank_zero(): save(snapshot, self.snapshot_path, alone=True)
+        save(snapshot, self.snapshot_path, alone=True)
         print(f"Epoch {epoch} | Training snapshot saved at {self.snapshot_path}")
 
     def train(self, max_epochs: int):
@@ -122,8 +123,8 @@ def prepare_dataloader(dataset: Dataset, batch_size: int):
     ))
 
 
-@distributed
 def main(save_every: int, total_epochs: int, batch_size: int, snapshot_path: str = "snapshot.pt"):
+    ddp_setup()
     torch.set_default_dtype(torch.float64)
     dataset, model, optimizer = load_train_objs()
     train_data = prepare_dataloader(dataset, batch_size)

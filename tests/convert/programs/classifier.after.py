@@ -12,16 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, random_split
 from tqdm import tqdm
-from distwrap import (
-    device as distwrap_device,
-    distributed,
-    is_rank_zero,
-    load,
-    progress,
-    reduce,
-    shard_loader,
-    wrap_model,
-)
+from distwrap import distributed, is_rank_zero, progress, shard_loader, wrap_model
 
 logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')
 logger = logging.getLogger(__name__)
@@ -116,7 +107,6 @@ def train_one_epoch(model, loader, criterion, optimizer, device, epoch):
         correct += (predicted == labels).sum().item()
         total += labels.size(0)
         pbar.set_postfix(loss=running_loss / total, acc=correct / total)
-    running_loss, correct, total = reduce((running_loss, correct, total), op="sum")
     return running_loss / total, correct / total
 
 
@@ -131,7 +121,6 @@ def validate(model, loader, criterion, device):
         running_loss += loss.item() * images.size(0)
         correct += (outputs.argmax(1) == labels).sum().item()
         total += labels.size(0)
-    running_loss, correct, total = reduce((running_loss, correct, total), op="sum")
     return running_loss / total, correct / total
 
 
@@ -140,7 +129,7 @@ def main():
     args = get_args()
     set_seed(args.seed)
     os.makedirs(args.output_dir, exist_ok=True)
-    device = distwrap_device()
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     if is_rank_zero(): logger.info('Using device: %s', device)
 
     dataset = Textures()
@@ -148,19 +137,20 @@ def main():
     train_set, val_set = random_split(dataset, [len(dataset) - n_val, n_val])
     train_loader = shard_loader(DataLoader(train_set, batch_size=args.batch_size, shuffle=True,
                               num_workers=args.num_workers, pin_memory=torch.cuda.is_available()))
-    val_loader = shard_loader(DataLoader(val_set, batch_size=args.batch_size, shuffle=False, num_workers=args.num_workers))
+    val_loader = DataLoader(val_set, batch_size=args.batch_size, shuffle=False, num_workers=args.num_workers)
     if is_rank_zero(): logger.info('Train samples: %d, validation samples: %d', len(train_set), len(val_set))
 
-    model = wrap_model(SmallCNN().to(device))
+    model = SmallCNN().to(device)
     if is_rank_zero(): logger.info('Parameters: %d', sum(p.numel() for p in model.parameters() if p.requires_grad))
     criterion = nn.CrossEntropyLoss()
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = ReduceLROnPlateau(optimizer, mode='min', factor=0.5, patience=1)
     stopper = EarlyStopping(args.patience)
 
     start_epoch, best_acc = 0, 0.0
     if args.resume:
-        checkpoint = load(args.resume, map_location=device)
+        checkpoint = torch.load(args.resume, map_location=device)
         model.load_state_dict(checkpoint['model'])
         optimizer.load_state_dict(checkpoint['optimizer'])
         scheduler.load_state_dict(checkpoint['scheduler'])

@@ -7,15 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
 from torch.optim.lr_scheduler import StepLR
-from distwrap import (
-    device as distwrap_device,
-    distributed,
-    rank_zero_only,
-    reduce,
-    save,
-    shard_loader,
-    wrap_model,
-)
+from distwrap import distributed, rank_zero_only, save, shard_loader, wrap_model
 
 print = rank_zero_only(print)
 
@@ -86,7 +78,6 @@ def test(model, device, test_loader):
             test_loss += F.nll_loss(output, target, reduction='sum').item()  # sum up batch loss
             pred = output.argmax(dim=1, keepdim=True)  # get the index of the max log-probability
             correct += pred.eq(target.view_as(pred)).sum().item()
-        test_loss, correct = reduce((test_loss, correct), op="sum")
 
     test_loss /= len(test_loader.dataset)
 
@@ -118,9 +109,9 @@ def main():
     torch.manual_seed(args.seed)
 
     if use_cuda:
-        device = distwrap_device()
+        device = torch.device("cuda")
     elif use_mps:
-        device = distwrap_device()
+        device = torch.device("mps")
     else:
         device = torch.device("cpu")
 
@@ -134,9 +125,10 @@ def main():
     dataset1 = Digits(train=True)
     dataset2 = Digits(train=False, size=45)
     train_loader = shard_loader(torch.utils.data.DataLoader(dataset1, **train_kwargs))
-    test_loader = shard_loader(torch.utils.data.DataLoader(dataset2, **test_kwargs))
+    test_loader = torch.utils.data.DataLoader(dataset2, **test_kwargs)
 
-    model = wrap_model(Net(args.dropout).to(device))
+    model = Net(args.dropout).to(device)
+    model = wrap_model(model)
     optimizer = optim.Adadelta(model.parameters(), lr=args.lr)
 
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)

@@ -3,7 +3,7 @@ import os
 import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import device, distributed, save, shard_loader, wrap_model
+from distwrap import save, setup_process_group, shard_loader, wrap_model
 
 
 def build(width):
@@ -20,16 +20,13 @@ def train(net, loader):
             optimizer.step()
 
 
-@distributed
-def main():
+if __name__ == "__main__":
+    setup_process_group()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x = torch.randn(32, 3)
     loader = shard_loader(DataLoader(TensorDataset(x, x[:, :1]), batch_size=int(os.environ["BATCH"])), batch_size="global")
-    net = wrap_model(build(4)).to(device())
+    net = build(4).to("cuda" if torch.cuda.is_available() else "cpu")
+    net = wrap_model(net)
     train(net, loader)
     save(net.state_dict(), os.environ["OUT"])
-
-
-if __name__ == "__main__":
-    main()

@@ -6,18 +6,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from distwrap import (
     broadcast,
-    distributed,
     rank,
     reduce,
     save,
+    setup_process_group,
     shard_loader,
     world_size as distwrap_world_size,
     wrap_model,
 )
 
 
-@distributed
 def main():
+    setup_process_group()
     world_size = distwrap_world_size()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)

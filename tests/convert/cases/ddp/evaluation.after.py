@@ -4,10 +4,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from distwrap import (
-    distributed,
     rank,
     reduce,
     save,
+    setup_process_group,
     shard_loader,
     world_size as distwrap_world_size,
     wrap_model,
@@ -34,8 +34,8 @@ def evaluate(model, loader):
     return (correct / count).item()
 
 
-@distributed
 def main(epochs=2):
+    setup_process_group()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x = torch.randn(32, 3)
@@ -50,6 +50,7 @@ def main(epochs=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for epoch in range(epochs):
         model.train()
+        loader.set_epoch(epoch)
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()

@@ -3,11 +3,11 @@ from contextlib import nullcontext
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, no_sync, rank, save, shard_loader, world_size, wrap_model
+from distwrap import no_sync, rank, save, setup_process_group, shard_loader, world_size, wrap_model
 
 
-@distributed
 def main():
+    setup_process_group()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(32, 3))

@@ -3,7 +3,7 @@ import os
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, is_rank_zero, local_rank, rank, save, shard_loader, wrap_model
+from distwrap import local_rank, rank, save, setup_process_group, shard_loader, wrap_model
 
 SNAPSHOT = os.environ["OUT"] + ".snapshot"
 
@@ -24,12 +24,13 @@ class Trainer:
         self.optimizer.step()
 
     def _run_epoch(self, epoch):
+        self.data.set_epoch(epoch)
         for source, targets in self.data:
             self._run_batch(source, targets)
 
     def _save_snapshot(self, epoch):
         snapshot = {"MODEL_STATE": self.model.state_dict(), "EPOCHS_RUN": epoch}
-        if is_rank_zero(): save(snapshot, SNAPSHOT, alone=True)
+        torch.save(snapshot, SNAPSHOT)
         print(f"Epoch {epoch} | Training snapshot saved at {SNAPSHOT}")
 
     def train(self, max_epochs: int):
@@ -52,8 +53,8 @@ def prepare_dataloader(dataset, batch_size: int):
     return shard_loader(DataLoader(dataset, batch_size=batch_size, pin_memory=False, shuffle=True))
 
 
-@distributed
 def main(total_epochs: int, batch_size: int):
+    setup_process_group()
     torch.set_default_dtype(torch.float64)
     dataset, model, optimizer = load_train_objs()
     train_data = prepare_dataloader(dataset, batch_size)

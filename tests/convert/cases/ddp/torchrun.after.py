@@ -5,21 +5,24 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from distwrap import (
     barrier,
-    device as distwrap_device,
-    distributed,
     local_rank as distwrap_local_rank,
     rank as distwrap_rank,
     save,
+    setup_process_group,
     shard_loader,
     wrap_model,
 )
 
 
-@distributed
+def setup():
+    setup_process_group()
+
+
 def main():
+    setup()
     rank = distwrap_rank()
     local_rank = distwrap_local_rank()
-    device = distwrap_device()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x = torch.randn(32, 3)
@@ -29,6 +32,7 @@ def main():
     model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(3):
+        loader.set_epoch(epoch)
         for inputs, targets in loader:
             inputs, targets = inputs.to(device), targets.to(device)
             loss = nn.functional.mse_loss(model(inputs), targets)

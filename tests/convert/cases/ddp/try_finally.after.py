@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from distwrap import (
     barrier as distwrap_barrier,
     device as distwrap_device,
-    distributed,
     local_rank as distwrap_local_rank,
     rank,
     save,
+    setup_process_group,
     shard_loader,
     wrap_model,
 )
@@ -34,6 +34,7 @@ def run(args):
     ddp = wrap_model(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for epoch in range(0, args.epochs):
+        loader.set_epoch(epoch)
         for x, in loader:
             optimizer.zero_grad()
             ddp(x.to(device)).square().mean().backward()
@@ -43,13 +44,13 @@ def run(args):
         save(ddp.state_dict(), os.environ["OUT"], alone=True)
 
 
-@distributed
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--batch", type=int, default=int(os.environ["BATCH"]))
     args = parser.parse_args()
+    setup_process_group()
     try:
         run(args)
     finally:

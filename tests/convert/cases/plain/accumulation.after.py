@@ -3,7 +3,7 @@ import os
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import accumulate, distributed, save, shard_loader, wrap_model
+from distwrap import distributed, save, shard_loader, wrap_model
 
 ACCUMULATION = 2
 
@@ -14,10 +14,11 @@ def main():
     torch.manual_seed(0)
     x = torch.randn(48, 3)
     loader = shard_loader(DataLoader(TensorDataset(x, x.sum(1)), batch_size=int(os.environ["BATCH"])))
-    model = wrap_model(torch.nn.Linear(3, 1))
+    model = torch.nn.Linear(3, 1)
+    model = wrap_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for epoch in range(2):
-        for i, ((inputs, targets), window) in enumerate(accumulate(loader, ACCUMULATION, model)):
+        for i, (inputs, targets) in enumerate(loader):
             loss = F.mse_loss(model(inputs).squeeze(1), targets) / ACCUMULATION
             loss.backward()
             if (i + 1) % ACCUMULATION == 0:

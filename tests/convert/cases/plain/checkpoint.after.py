@@ -3,7 +3,7 @@ import os
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, gather, load, rank_zero_only, save, shard_loader, wrap_model
+from distwrap import distributed, rank_zero_only, save, shard_loader, wrap_model
 
 print = rank_zero_only(print)
 
@@ -17,7 +17,7 @@ def evaluate(model, loader):
         for x, y in loader:
             outputs.append(model(x))
             targets.append(y)
-    return nn.functional.mse_loss(gather(torch.cat(outputs), interleave=True), gather(torch.cat(targets), interleave=True)).item()
+    return nn.functional.mse_loss(torch.cat(outputs), torch.cat(targets)).item()
 
 
 @distributed
@@ -27,8 +27,9 @@ def main():
     x = torch.randn(40, 3)
     y = x.sum(1, keepdim=True)
     train_loader = shard_loader(DataLoader(TensorDataset(x[:32], y[:32]), batch_size=int(os.environ["BATCH"])))
-    valid_loader = shard_loader(DataLoader(TensorDataset(x[32:], y[32:]), batch_size=3))
-    model = wrap_model(nn.Linear(3, 1))
+    valid_loader = DataLoader(TensorDataset(x[32:], y[32:]), batch_size=3)
+    model = nn.Linear(3, 1)
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     best = float("inf")
     for epoch in range(3):
@@ -42,7 +43,7 @@ def main():
             best = loss
             save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, PATH)
         print(f"{epoch}: {loss:.6f}")
-    checkpoint = load(PATH, map_location="cpu")
+    checkpoint = torch.load(PATH, map_location="cpu")
     model.load_state_dict(checkpoint["model"])
     print("best of epoch", checkpoint["epoch"])
     save(model.state_dict(), os.environ["OUT"])

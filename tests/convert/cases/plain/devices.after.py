@@ -2,7 +2,7 @@ import os
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import device as distwrap_device, distributed, save, shard_loader, wrap_model
+from distwrap import distributed, save, shard_loader, wrap_model
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -11,11 +11,12 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def main():
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model = wrap_model(torch.nn.Linear(3, 1))
+    model = torch.nn.Linear(3, 1)
     model.to(device)
     criterion = torch.nn.MSELoss()
     if torch.cuda.is_available():
-        criterion = criterion.to(distwrap_device())
+        criterion = criterion.cuda()
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = shard_loader(DataLoader(TensorDataset(torch.randn(32, 3)), batch_size=int(os.environ["BATCH"])))
     for epoch in range(2):

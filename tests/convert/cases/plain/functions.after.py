@@ -9,15 +9,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import (
-    device as distwrap_device,
-    distributed,
-    rank_zero_only,
-    reduce,
-    save,
-    shard_loader,
-    wrap_model,
-)
+from distwrap import distributed, rank_zero_only, save, shard_loader, wrap_model
 
 print = rank_zero_only(print)
 
@@ -59,7 +51,6 @@ def test(model, device, test_loader):
             test_loss += F.nll_loss(output, target, reduction='sum').item()  # sum up batch loss
             pred = output.argmax(dim=1, keepdim=True)
             correct += pred.eq(target.view_as(pred)).sum().item()
-        test_loss, correct = reduce((test_loss, correct), op="sum")
 
     test_loss /= len(test_loader.dataset)
 
@@ -82,16 +73,17 @@ def main():
     torch.set_default_dtype(torch.float64)
 
     if use_cuda:
-        device = distwrap_device()
+        device = torch.device("cuda")
     else:
         device = torch.device("cpu")
 
     train_kwargs = {'batch_size': args.batch_size}
     images, labels = torch.randn(48, 6), torch.arange(48) % 3
     train_loader = shard_loader(DataLoader(TensorDataset(images, labels), **train_kwargs))
-    test_loader = shard_loader(DataLoader(TensorDataset(images[:9], labels[:9]), batch_size=4))
+    test_loader = DataLoader(TensorDataset(images[:9], labels[:9]), batch_size=4)
 
-    model = wrap_model(Net().to(device))
+    model = Net().to(device)
+    model = wrap_model(model)
     optimizer = optim.Adadelta(model.parameters(), lr=args.lr)
 
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)

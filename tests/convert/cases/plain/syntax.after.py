@@ -51,11 +51,12 @@ def main(
 ) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model, rate = wrap_model(nn.Sequential(
+    model, rate = nn.Sequential(
         nn.Linear(3, width("small")),
         # a comment in the middle
         nn.Linear(width("small"), 1),
-    )), 0.1
+    ), 0.1
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=rate,

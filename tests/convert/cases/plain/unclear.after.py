@@ -21,7 +21,8 @@ def main():
     torch.manual_seed(0)
     loader = shard_loader(DataLoader(TensorDataset(torch.randn(32, 3)), batch_size=int(os.environ["BATCH"])))
     test_loader = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4)
-    model = wrap_model(torch.nn.Linear(3, 1))
+    model = torch.nn.Linear(3, 1)
+    model = wrap_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for epoch in range(2):

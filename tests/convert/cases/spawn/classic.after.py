@@ -18,6 +18,7 @@ def train(world_size, epochs):
     ddp_model = wrap_model(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
     for epoch in range(epochs):
+        loader.set_epoch(epoch)
         for (x,) in loader:
             optimizer.zero_grad()
             (ddp_model(x) - 1).square().mean().backward()

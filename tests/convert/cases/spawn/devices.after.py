@@ -9,9 +9,17 @@ class Setting:
     port = "29575"
 
 
+def ddp_setup(rank: int, world_size: int):
+    """
+    Args:
+        rank: Unique identifier of each process
+    """
+
+
 @distributed
 def main(world_size: int, total_epochs: int, batch_size: int):
     rank = distwrap_rank()
+    ddp_setup(rank, world_size)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(32, 3))

@@ -6,9 +6,9 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import SPAWN
-from distwrap.convert.rules.entry import decorate
+from distwrap.convert.rules.ddp import convert_body
+from distwrap.convert.rules.entry import write_entry
 from distwrap.convert.script import Function, argument, is_docstring, keywords_of, path_of
-from distwrap.convert.sources.ddp import convert_body
 
 
 def is_spawn(conversion: Conversion) -> bool:
@@ -35,13 +35,15 @@ def convert_spawn(conversion: Conversion) -> bool:
     ):
         conversion.unsure(calls[0], "spawn", "its arguments or its value are not plain", "a plain call of the function")
         return False
-    conversion.reach.begin_at(function)
+    conversion.begin_at(function)
     first = function.params.params[0].name.value
     conversion.rank_names.add(first)
     for call in calls:
         _call_plainly(conversion, call, function)
     _drop_parameter(conversion, function, first)
-    return convert_body(conversion) and decorate(conversion, function)
+    convert_body(conversion, joins=False)
+    write_entry(conversion, [])
+    return True
 
 
 def _can_replace(call: cst.Call) -> bool:
@@ -51,14 +53,13 @@ def _can_replace(call: cst.Call) -> bool:
 def _call_plainly(conversion: Conversion, call: cst.Call, function: Function) -> None:
     script = conversion.script
     nprocs, args = argument(call, "nprocs", 2), argument(call, "args", 1)
-    if args is None:
-        arguments = ""
-    elif isinstance(args, cst.Tuple):
-        arguments = ", ".join(script.code(each.value) for each in args.elements)
+    start = f"{function.name.value}.options(nprocs={1 if nprocs is None else script.code(nprocs)})("
+    (first, last), edits = script.span(call), conversion.edits
+    if isinstance(args, cst.Tuple) and args.elements:  # which may have edits of their own
+        edits.replace_span(first, script.span(args.elements[0].value)[0], start, drops=True)
+        edits.replace_span(script.span(args.elements[-1].value)[1], last, ")", drops=True)
     else:
-        arguments = f"*{script.code(args)}"
-    options = f".options(nprocs={script.code(nprocs)})" if nprocs is not None else ".options(nprocs=1)"
-    conversion.edits.replace(call, f"{function.name.value}{options}({arguments})")
+        edits.replace(call, f"{start}{'' if args is None else f'*{script.code(args)}'})", drops=True)
     conversion.done(call, "spawn", "starts the ranks, and brings back rank 0's value, and any rank's exception")
 
 

@@ -6,11 +6,10 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import INIT, PROCESSES, WRAPPER
-from distwrap.convert.rules.collectives import convert_collectives
 from distwrap.convert.rules.devices import use_own_device
-from distwrap.convert.rules.entry import choose_entry, decorate_entry
-from distwrap.convert.rules.files import save_and_load
-from distwrap.convert.rules.samplers import shard_instead_of_sampling
+from distwrap.convert.rules.files import save_once
+from distwrap.convert.rules.loaders import shard_instead_of_sampling
+from distwrap.convert.rules.models import use_bare_models
 from distwrap.convert.script import Function, argument, constant, keyword_of, path_of
 from distwrap.convert.values import root_of
 
@@ -25,7 +24,20 @@ _VARIABLES = {
     "RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "world_size", "LOCAL_WORLD_SIZE": "local_world_size",
     "GROUP_RANK": "node_rank", "NODE_RANK": "node_rank",
 }  # fmt: skip
-_SET = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG")
+_SET = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+_OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
+_OTHERS = {
+    "all_gather": "gather(tensor), of all ranks in one tensor",
+    "all_gather_into_tensor": "gather(tensor)",
+    "all_gather_object": "gather_object(value), a list",
+    "gather": "gather(tensor), on every rank",
+    "gather_object": "gather_object(value), on every rank",
+    "broadcast_object_list": "broadcast(value)",
+    "reduce_scatter": "reduce(tensor), and the rank's part of it",
+    "scatter": "broadcast(tensor), and the rank's part of it",
+    "all_to_all": "gather(tensor), and the rank's part of it",
+    "monitored_barrier": "barrier()",
+}
 
 
 def is_ddp(conversion: Conversion) -> bool:
@@ -34,15 +46,14 @@ def is_ddp(conversion: Conversion) -> bool:
 
 
 def convert_ddp(conversion: Conversion) -> bool:
-    """Convert a script that torchrun starts; return whether this succeeded."""
+    """Convert a script that torchrun starts, and still does; return whether this succeeded."""
     script = conversion.script
-    needed: list[cst.CSTNode] = [*script.calls(*WRAPPER, *INIT, *_RANKS), *conversion.facts.optimizer_calls()]
-    needed += [each.loop for each in conversion.facts.training_loops]
     for call in script.calls(*WRAPPER):
         if _is_conditional(conversion, call):
             conversion.unsure(
                 call, "wrap_model", "under this condition some runs do not wrap the model, and a rank whose "
-                "model is not wrapped trains alone", "one path for all: wrap_model, a no-op in one process",
+                "model is not wrapped trains alone", "where the script runs with ranks or without, the way with ranks "
+                "alone, which is right in one process too; then convert again",
             )  # fmt: skip
             return False
     for call in script.calls(*PROCESSES):
@@ -51,8 +62,8 @@ def convert_ddp(conversion: Conversion) -> bool:
             "@distributed(nprocs=...) on the function that they run, and a plain call of it",
         )  # fmt: skip
         return False
-    needed = [each for each in needed if not _is_of_helper(conversion, each)] or needed
-    return choose_entry(conversion, needed) and convert_body(conversion) and decorate_entry(conversion, needed)
+    convert_body(conversion, joins=True)
+    return True
 
 
 def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
@@ -63,37 +74,33 @@ def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
             return False
         if isinstance(each, cst.IfExp):
             return True
-        if isinstance(each, cst.If):
+        if isinstance(each, cst.If) and each is not conversion.facts.guard:
             branches: list[cst.CSTNode] = [each.body, *([each.orelse] if each.orelse is not None else [])]
             if len(branches) < 2 or not all(any(script.calls(*WRAPPER, within=branch)) for branch in branches):
                 return True
     return False
 
 
-def _is_of_helper(conversion: Conversion, node: cst.CSTNode) -> bool:
-    """Return whether a piece of code is in a function that neither wraps a model nor trains."""
-    function = conversion.script.function_of(node)
-    return function is not None and not any(
-        conversion.script.inside(each, function)
-        for each in (*conversion.script.calls(*WRAPPER), *(one.loop for one in conversion.facts.training_loops))
-    )
+def convert_body(conversion: Conversion, *, joins: bool) -> None:
+    """Convert everything except how the script starts.
 
-
-def convert_body(conversion: Conversion) -> bool:
-    """Convert everything except how the script starts."""
+    Args:
+        conversion: the current conversion.
+        joins: whether the script's ranks meet where it says so; otherwise a decorated function's have met already.
+    """
     _wrap(conversion)
     use_the_model_itself(conversion, WRAPPER)
     shard_instead_of_sampling(conversion)
     _ask_for_rank(conversion)
-    convert_collectives(conversion)
+    _convert_collectives(conversion)
     for assign in conversion.script.find(cst.Assign):
         if path_of(assign.value) in conversion.rank_names:  # args.gpu = gpu
             conversion.rank_names |= {path_of(each.target) or "" for each in assign.targets}
     use_own_device(conversion)
-    _drop_group(conversion)
-    save_and_load(conversion)
+    _drop_group(conversion, joins)
+    save_once(conversion)
+    use_bare_models(conversion)
     _no_sync(conversion)
-    return True
 
 
 def _no_sync(conversion: Conversion) -> None:
@@ -120,24 +127,14 @@ def _wrap(conversion: Conversion) -> None:
         if not conversion.may_change(call) or not call.args or any(each.star for each in call.args):
             conversion.unsure(call, "wrap_model", "its arguments are not clear", "wrap_model(model)")
             continue
-        keep_options(conversion, call, _DROPPED)
+        gone = [each for each in call.args[1:] if keyword_of(each) in ("", *_DROPPED)]
+        conversion.edits.remove_arguments(call, gone)
         conversion.rename_call(call, "wrap_model")
-        conversion.wrapped_expressions.add(call)
+        assign = script.assignment_of(call)
+        conversion.wrapped |= {path_of(assign.targets[0].target) or ""} if assign is not None else set()
         conversion.done(
             call, "wrap_model", "a wrapped model is DistributedDataParallel, and answers like the model itself"
         )
-
-
-def keep_options(conversion: Conversion, call: cst.Call, dropped: tuple[str, ...]) -> None:
-    """Remove a wrapper's arguments for devices and process group; keep the others."""
-    script = conversion.script
-    kept = [call.args[0], *(arg for arg in call.args[1:] if keyword_of(arg) not in ("", *dropped))]
-    if len(kept) < len(call.args):
-        start, end = script.span(call.args[0])[0], script.span(call.args[-1].value)[1]
-        conversion.edits.replace_span(start, end, script.listed(kept))
-        close = script.data[end : script.span(call)[1]]
-        if close.lstrip().startswith(b",") and b"\n" not in close:
-            conversion.edits.replace_span(end, end + close.index(b",") + 1, "")
 
 
 def use_the_model_itself(conversion: Conversion, wrappers: tuple[str, ...]) -> None:
@@ -227,96 +224,91 @@ def _is_of_dropped(conversion: Conversion, node: cst.CSTNode) -> bool:
     return isinstance(statement, cst.Expr) and conversion.script.is_a(statement.value, *INIT, *_ENDS)
 
 
-def _drop_group(conversion: Conversion) -> None:
-    """Remove calls that join or leave the group or choose the device, and functions that become empty."""
+def _drop_group(conversion: Conversion, joins: bool) -> None:
+    """Join the group by `setup_process_group`, and remove what leaves it, chooses the device or says where it meets."""
     script, edits = conversion.script, conversion.edits
     gone: list[cst.CSTNode] = []
     for call in list(script.calls(*INIT, *_ENDS)):
         statement = script.small_statement_of(call)
-        if isinstance(statement, cst.Expr) and statement.value is call and conversion.may_change(call):
-            if not _tell_ranks(conversion, call, statement, gone):
-                edits.remove(statement)
-                gone.append(statement)
-            conversion.done(call, "group", "the decorator joins the ranks, chooses the device, and leaves")
-        elif conversion.may_change(call):
-            conversion.unsure(call, "group", "its value is used", "the decorator does it")
-    for assign in list(script.find(cst.Assign)):
-        target = assign.targets[0].target
-        variable = _variable(conversion, target) if isinstance(target, cst.Subscript) else None
-        if variable in _SET[:5] and len(assign.targets) == 1 and conversion.may_change(assign):
-            edits.remove(assign)
-            gone.append(assign)
-            conversion.done(assign, "group", "the launcher says where the ranks meet")
-    for function in list(conversion.facts.values.functions.values()):
-        if _is_empty(conversion, function, gone):
-            _drop_function(conversion, function)
-
-
-def _tell_ranks(conversion: Conversion, call: cst.Call, statement: cst.Expr, gone: list[cst.CSTNode]) -> bool:
-    """Assign the true rank and number of ranks to attributes that the group was made with, if read elsewhere."""
-    script, lines = conversion.script, []
-    if not script.is_a(call, *INIT):
-        return False
-    for keyword, helper in (("rank", "rank"), ("world_size", "world_size")):
-        path = path_of(argument(call, keyword))
-        if path is None or "." not in path:
+        if not conversion.may_change(call):
             continue
-        before = [
-            each
-            for each in script.find(cst.Assign, script.function_of(call))
-            if [path_of(one.target) for one in each.targets] == [path] and script.span(each)[0] < script.span(call)[0]
-        ]
-        reads = [
-            node for node in script.reads(path) if not any(script.inside(node, each) for each in (statement, *before))
-        ]
-        for each in before:
-            conversion.edits.remove(each)
-        gone += before
-        if reads:
-            lines.append(f"{path} = {conversion.call(helper)}")
-            conversion.rank_names |= {path} if helper == "rank" else set()
-    if not lines:
-        return False
-    conversion.edits.replace(statement, lines[0])
-    for line in lines[1:]:
-        conversion.edits.line_after(statement, line)
-    return True
+        if not isinstance(statement, cst.Expr) or statement.value is not call:
+            conversion.unsure(call, "group", "its value is used", "setup_process_group(), whose value leaves the group")
+        elif joins and script.is_a(call, *INIT):
+            edits.replace(call, conversion.call("setup_process_group"), drops=True)
+            conversion.done(call, "group", "joins the ranks, chooses the device, and leaves at the end")
+        else:
+            gone.append(statement)
+    for assign in script.find(cst.Assign):
+        target = assign.targets[0].target
+        is_place = isinstance(target, cst.Subscript) and _variable(conversion, target) in _SET
+        if is_place and conversion.may_change(assign):
+            gone.append(assign)
+    for function in conversion.facts.values.functions.values():
+        gone += _emptied(conversion, function, gone)
+    for each in gone:
+        edits.remove(each)
+        conversion.done(each, "group", "the launcher says where the ranks meet, and distwrap joins and leaves")
 
 
-def _is_empty(conversion: Conversion, function: Function, gone: list[cst.CSTNode]) -> bool:
-    """Return whether a function that lost statements contains nothing but a docstring any more."""
+def _emptied(conversion: Conversion, function: Function, gone: list[cst.CSTNode]) -> list[cst.CSTNode]:
+    """Return a function with its calls if nothing in it stays; empty if something does, or it is used otherwise."""
     script = conversion.script
-    lost = [each for each in gone if script.function_of(each) is function]
-    rest = [
-        small
-        for line in function.body.body
-        for small in (line.body if isinstance(line, cst.SimpleStatementLine) else [line])
-        if small not in gone
-        and not (isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString))
-        and not isinstance(small, cst.Pass)
-    ]
-    comparison = [each for each in rest if not (isinstance(each, cst.If) and _is_if_of(each, gone))]
-    return bool(lost) and not comparison
-
-
-def _is_if_of(branch: cst.If, gone: list[cst.CSTNode]) -> bool:
-    """Return whether all statements of a branch are removed."""
-    small = [
+    stays = [
         each
-        for line in branch.body.body
-        for each in (line.body if isinstance(line, cst.SimpleStatementLine) else [line])
+        for each in script.nodes(function.body)
+        if isinstance(each, cst.BaseSmallStatement) and each not in gone and not isinstance(each, cst.Pass)
     ]
-    return branch.orelse is None and all(each in gone for each in small)
-
-
-def _drop_function(conversion: Conversion, function: Function) -> None:
-    script, name = conversion.script, function.name.value
-    statements = [script.small_statement_of(node) for node in script.reads(name)]
-    if function.decorators or not all(
+    name = function.name.value
+    calls = [script.small_statement_of(node) for node in script.reads(name)]
+    plain = all(
         isinstance(each, cst.Expr) and isinstance(each.value, cst.Call) and path_of(each.value.func) == name
-        for each in statements
-    ):
+        for each in calls
+    )
+    lost = any(script.inside(each, function) for each in gone)
+    return [function, *calls] if lost and plain and not stays and not function.decorators else []
+
+
+def _convert_collectives(conversion: Conversion) -> None:
+    """Convert barriers, and reductions and broadcasts of local variables; note the other collectives."""
+    script = conversion.script
+    for call in list(script.calls("torch.distributed.barrier")):
+        if conversion.may_change(call):
+            conversion.edits.replace(call, conversion.call("barrier"), drops=True)
+            conversion.done(call, "collective", "does nothing in one process")
+    for name in ("all_reduce", "reduce", "broadcast"):
+        for call in list(script.calls(f"torch.distributed.{name}")):
+            if conversion.may_change(call):
+                _in_place(conversion, call, name)
+    for name, fix in _OTHERS.items():
+        for call in list(script.calls(f"torch.distributed.{name}")):
+            conversion.left(call, "collective", "it needs a process group, so it fails in one process", fix)
+
+
+def _in_place(conversion: Conversion, call: cst.Call, name: str) -> None:
+    script = conversion.script
+    statement = script.small_statement_of(call)
+    tensor = argument(call, "tensor", 0)
+    path = path_of(tensor)
+    fix = f"{path or 'x'} = {'broadcast' if name == 'broadcast' else 'reduce'}({path or 'x'})"
+    waits = argument(call, "async_op")
+    extra = [arg for arg in call.args[1:] if keyword_of(arg) == "group"]
+    extra += [arg for arg in call.args[1:] if arg.value is waits and constant(waits) is not False]
+    is_own = path is not None and bool(conversion.facts.values.bindings.get((script.function_of(call), path)))
+    if not isinstance(statement, cst.Expr) or statement.value is not call or not is_own or extra or tensor is None:
+        conversion.left(call, "collective", "it changes a tensor in place, which others may hold too", fix)
         return
-    for each in (function, *statements):
-        conversion.edits.remove(each)
-    conversion.done(function, "group", f"nothing is left of {name}(), so it goes, with its calls")
+    if name == "broadcast":
+        source = argument(call, "src", 1)
+        value = f"{path}, {script.code(source) if source is not None else 0}"
+        text = f"{path} = {conversion.call('broadcast', value)}"
+    else:
+        given = argument(call, "op", 1 if name == "all_reduce" else 2)
+        op = "sum" if given is None else _OPS.get((path_of(given) or "").split(".")[-1])
+        if op is None:
+            conversion.left(call, "collective", "reduce() has the mean, sum, minimum and maximum alone", fix)
+            return
+        arguments = f'{path}, op="{op}"'
+        text = f"{path} = {conversion.call('reduce', arguments)}"
+    conversion.edits.replace(call, text)
+    conversion.done(call, "collective", "the same, and nothing in one process")
