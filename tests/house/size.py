@@ -43,7 +43,7 @@ ROWS = {
     "checkpoint": Row(1200, 2017, 1956, ("checkpoint/",)),  # part 3
     "cli": Row(650, 1137, 983, ("cli/",)),  # part 3
     "comm": Row(1250, 1637, 1666, ("comm/",)),  # part 1
-    "convert": Row(2200, 4928, 4458, ("convert/",)),  # with the converter
+    "convert": Row(2200, 2712, 2434, ("convert/",)),  # with the converter
     "data": Row(1400, 2290, 2131, ("data/",)),  # part 3
     "devices": Row(430, 506, 515, ("devices/",)),  # part 1
     "environments": Row(420, 544, 482, ("environments/",)),  # part 3
@@ -57,7 +57,7 @@ ROWS = {
     "supervision": Row(800, 1449, 1494, ("supervision/",)),  # part 3
     "testing": Row(1300, 1200, 1210, ("testing/",)),  # part 1
     "timing": Row(650, 773, 728, ("timing/",)),  # part 1
-    "strategies: ddp and its like": Row(1100, 1263, 1162, ("strategies/",)),  # part 1; with the front door
+    "strategies: ddp and its like": Row(1100, 1258, 1160, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
         430, 438, 371, _strategies("zero.py optimizer_scope.py")
     ),  # part 2
@@ -71,7 +71,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 1756, 1552, _strategies("deepspeed/ hivemind/ horovod.py")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 348, 290
+FILES, FILES_GOAL = 331, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
