@@ -93,8 +93,8 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
     seed_everything: Seed torch (all devices), `random` and numpy with the same seed on every rank, and remember it for
         the loaders.
     setup_process_group: Join the other processes: find out who started them, meet them, and choose the device.
-    shard_loader: Return the same loader for this rank's share of the data; in a single process, of all data in its own
-        order.
+    shard_loader: Return the same loader for this rank's share of the data; in a single process on the CPU, the loader
+        itself.
     split: Return this rank's part of a list, as one slice; in a single process, the list itself.
     strip_module_prefix: Remove ``module.``, ``_orig_mod.`` and FSDP's prefix from the keys of a state dict, in any
         nesting.

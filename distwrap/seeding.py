@@ -193,6 +193,56 @@ def mix(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+class BorrowedRandomness:
+    """A stream of random numbers of its own behind the global generators: theirs while lent, the caller's else.
+
+    Custom samplers draw from the global generators, or from one of their own, which is lent too. With the same seed on
+    every rank and in each epoch, all ranks see the same order, and the training loop's random numbers stay untouched.
+    No two of the generators share a stream.
+    """
+
+    def __init__(self, seed: int, *generators: torch.Generator) -> None:
+        self._seed, self._generators = seed, generators
+        self._state: tuple[RandomState, list[torch.Tensor]] | None = None
+        self._outside: tuple[RandomState, list[torch.Tensor]] | None = None
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Swap the streams for the time of a ``with``."""
+        self.take()
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def take(self) -> None:
+        """Put this stream behind the generators, if it is not there already."""
+        if self._outside is not None:
+            return
+        self._outside = self._capture()
+        if self._state is None:
+            seed_generators(self._seed)
+            for number, generator in enumerate(self._generators):
+                generator.manual_seed(mix("generator", self._seed, number))
+        else:
+            self._restore(self._state)
+
+    def give_back(self) -> None:
+        """Put the caller's stream back behind the generators, if it is not there already."""
+        if self._outside is not None:
+            self._state = self._capture()
+            self._restore(self._outside)
+            self._outside = None
+
+    def _capture(self) -> tuple[RandomState, list[torch.Tensor]]:
+        return RandomState.capture(), [generator.get_state() for generator in self._generators]
+
+    def _restore(self, state: tuple[RandomState, list[torch.Tensor]]) -> None:
+        state[0].restore()
+        for generator, own in zip(self._generators, state[1], strict=True):
+            generator.set_state(own)
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
     """Give the caller's random numbers back afterwards, whatever was drawn or seeded inside."""

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from distwrap import seed_everything, shard_loader
-from distwrap.data.fetching import BorrowedRandomness
 from distwrap.errors import OptionError
-from distwrap.seeding import RandomState, mix, preserved
+from distwrap.seeding import BorrowedRandomness, RandomState, mix, preserved
 from distwrap.testing import run_ranks
 from tests.data.ranks import standing_on
 from tests.snapshot import random_state

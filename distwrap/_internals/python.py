@@ -4,11 +4,13 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 import atexit
+import ctypes
 import importlib
 import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -109,6 +111,44 @@ def stop_finalizers_at_exit() -> None:
     """
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
+
+
+class GeneratorMemory:
+    """State of the generators of `random` and numpy, read from memory in 1 us instead of 10 to 50.
+
+    Relies on ``random:_inst``, and on where CPython and numpy keep the Mersenne Twister's state.
+    Without it: each batch is fetched with its own random numbers, even if the dataset draws none.
+
+    Attributes:
+        is_known: whether the memory holds what the public getters return.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, int]] = []
+        self.is_known = True
+        try:
+            *words, at = random.getstate()[1]
+            self._add(id(random._inst) + object.__basicsize__, [at, *words])
+            numpy = sys.modules.get("numpy")
+            if numpy is not None:
+                _, keys, at, *_ = numpy.random.get_state()
+                self._add(numpy.random.get_bit_generator().ctypes.state_address, [*keys.tolist(), at])
+        except (AttributeError, TypeError, ValueError):
+            self.is_known = False
+
+    def _add(self, address: int, words: list[int]) -> None:
+        expected = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+        self._places.append((address, len(expected)))
+        self.is_known &= ctypes.string_at(address, len(expected)) == expected
+
+    def read(self) -> list[bytes]:
+        """Return the raw states."""
+        return [ctypes.string_at(address, size) for address, size in self._places]
+
+    def write(self, states: list[bytes]) -> None:
+        """Restore states that `read` has returned."""
+        for (address, _), state in zip(self._places, states, strict=True):
+            ctypes.memmove(address, state, len(state))
 
 
 def table_of_variables() -> dict[Any, Any]:

@@ -4,15 +4,44 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, dataloader, get_worker_info
 
 from distwrap.errors import LoaderError
 from distwrap.versions import TORCH, TORCH_SEEN
 
+_T_co = TypeVar("_T_co", covariant=True)
 ITERATOR = "_iterator"  # the attribute with the iterator of persistent workers
+
+
+class IteratorHook(DataLoader[_T_co]):
+    """DataLoader that changes attributes while the iterator of an epoch is made."""
+
+    def making_iterator(self) -> AbstractContextManager[None]:
+        """Return the context manager for making the iterator."""
+        raise NotImplementedError
+
+    def _get_iterator(self) -> Any:
+        with self.making_iterator():
+            return super()._get_iterator()
+
+
+def check_iterator_hook(cls: type[DataLoader[Any]]) -> None:
+    """Refuse a class of loaders that does not make its iterator where `IteratorHook` needs it.
+
+    Relies on ``torch.utils.data:DataLoader._get_iterator``, ``torch.utils.data:DataLoader([0])._iterator``.
+    Without it: sharding a loader raises LoaderError, since its workers would not know their share.
+
+    Raises:
+        LoaderError: the class does so; the message names it.
+    """
+    if not hasattr(cls, "_get_iterator"):
+        raise LoaderError(
+            f"{cls.__name__} of torch {TORCH} makes its iterator elsewhere than in torch {TORCH_SEEN}, so "
+            f"it cannot be sharded. Install one of these, or divide the data by a DistributedSampler of your own."
+        )
 
 
 def batches_given(iterator: Iterator[Any] | None) -> int | None:

@@ -16,17 +16,19 @@ import torch
 import torch.distributed as dist
 
 from distwrap.data.indices import Mode, share_size
-from distwrap.data.position import READER
 from distwrap.data.votes import Votes
 from distwrap.errors import CollectiveError, LoaderError, WorkerError
 from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
-from distwrap.group.tensors_apart import as_bytes, bytes_of, of_bytes, put_together, take_apart
+from distwrap.group.tensors_apart import as_bytes, of_bytes, put_together, take_apart
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.supervision import stacks
+from distwrap.supervision.activity import Activity
 from distwrap.wording import first_line
 
 stacks.LOOPS[__file__] = "DataLoader"
+READER = 0
 _ALIGNED = 64  # bytes, at multiples of which each tensor of a message begins
 
 
@@ -39,18 +41,38 @@ class _Turn(IntEnum):
     FAILED = 3  # here is the error of the reader
 
 
-class DispatchGroup(Votes, RunPart):
+class DispatchGroup(RunPart):
     """Connection between the reader and the other ranks, for one run: of the CPUs, and of nothing else.
 
     Attributes:
         shares: which share of the data each rank takes.
     """
 
-    what = "split='dispatch'"
-
     def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self.shares = [share for (share,) in self.gathered([world.layout.rank])]
+        require_group("split='dispatch'")
+        self._group = world.new_group(backend="gloo")
+        self._votes, self._activity = Votes(), world.part(Activity)
+        self.shares = [0] * world.placement.world_size
+        shares = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.shares]
+        dist.all_gather(shares, torch.tensor([world.layout.rank], device="cpu"), group=self._group)
+        self.shares = [int(share) for share in shares]
+
+    def has_anyone_left(self) -> bool:
+        """Return whether a rank has left its loop by itself; every rank still in its loop asks before a turn."""
+        self._activity.turns += 1
+        left = torch.zeros(1, dtype=torch.int64, device="cpu")
+        dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(left)
+
+    def leave(self) -> None:
+        """Let the other ranks end before their next turn, and wait for none of them."""
+        if dist.is_initialized():
+            self._activity.turns += 1
+            self._votes.cast(torch.ones(1, dtype=torch.int64, device="cpu"), self._group)
+
+    def wait(self) -> None:
+        """Wait until the other ranks have heard that this one has left."""
+        self._votes.wait()
 
     def send(self, rank: int, turn: _Turn, message: torch.Tensor | None = None) -> None:
         """Tell a rank what this turn brings it, and send it the message."""
@@ -98,7 +120,7 @@ class Dispatch:
         stream = _lazily(read)
         try:
             while not is_over:
-                if group.maximum([0]) != [0]:
+                if group.has_anyone_left():
                     is_over = True
                     return
                 if self.reads:
@@ -111,7 +133,7 @@ class Dispatch:
                 yield batch
         except GeneratorExit:  # the user's loop was left by itself, not by all ranks
             if not is_over and current_world() is world:
-                group.cast([1])
+                group.leave()
             raise
 
     def _read_turn(self, stream: Iterator[Any], group: DispatchGroup, shares: int) -> tuple[_Turn, Any]:
@@ -146,7 +168,7 @@ def _received(group: DispatchGroup) -> tuple[_Turn, Any]:
         return turn, None
     if turn is not _Turn.FAILED:
         return turn, _unpacked(message)
-    text, error = verify(bytes_of(message), run_secret(), READER)
+    text, error = verify(message.numpy().tobytes(), run_secret(), READER)
     if error is None:
         raise LoaderError(text, secondary=True)
     raise error from WorkerError(text, rank=READER, secondary=True)  # the reader has failed first
@@ -192,7 +214,7 @@ def _packed(batch: Any) -> torch.Tensor:
 def _unpacked(message: torch.Tensor) -> Any:
     secret = run_secret()
     length = int(message[:8].view(torch.int64))
-    data, described = verify(bytes_of(message[_ALIGNED : _ALIGNED + length]), secret, READER)
+    data, described = verify(message[_ALIGNED : _ALIGNED + length].numpy().tobytes(), secret, READER)
     at, tensors = _ALIGNED + _room(length), []
     for dtype, shape in described:
         size = shape.numel() * dtype.itemsize

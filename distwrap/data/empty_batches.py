@@ -1,10 +1,13 @@
-"""Batches without samples, for a rank that is out of data."""
+"""Ranks without samples: a batch without any, for a rank that is out of data, and loaders that would have no step."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
+from distwrap.data.samplers import ExactBatches
 from distwrap.errors import LoaderError
 from distwrap.group.collectives import gather_object
 from distwrap.nesting import refilled
@@ -91,3 +94,16 @@ class EmptyBatches:
             found = [batch for _, is_there, batch in everyone if is_there]
             self.batch = made if made is not _NONE else found[0]
             self._latest = _NONE
+
+
+def refuse_no_steps(loader: DataLoader[Any], sharded: DataLoader[Any], world_size: int) -> None:
+    """Raise LoaderError if ``drop_last=True`` leaves no rank a batch where one process has some."""
+    with suppress(TypeError):  # a sampler without a length
+        batches = sharded.batch_sampler
+        steps = batches.count() if isinstance(batches, ExactBatches) else len(sharded)  # the same on every rank
+        if loader.drop_last and len(loader) and not steps:
+            raise LoaderError(
+                f"shard_loader(): over {world_size} ranks this loader has no step, where one process has "
+                f"{len(loader)}: a rank's share fills no batch, and drop_last=True leaves out what fills none. Take a "
+                "smaller batch_size, shard_loader(loader, batch_size='global'), or fewer ranks."
+            )

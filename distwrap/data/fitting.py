@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from datetime import timedelta
 from enum import IntEnum
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from distwrap._internals.torch import collectives_begun
 from distwrap.checks import SECONDS, whole
 from distwrap.data.votes import Votes
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
-from distwrap.group.world import RunPart, current_world, say
+from distwrap.group.setup import require_group
+from distwrap.group.world import RunPart, World, current_world, say
 from distwrap.supervision.activity import Activity
 from distwrap.wording import first_names, named_ranks
 
@@ -104,14 +107,20 @@ def fit_batch_size(
         size //= 2
 
 
-class Fitting(Votes, RunPart):
+class Fitting(RunPart):
     """Exchange of the outcomes of tries, apart from all exchanges of the function."""
 
-    what = "fit_batch_size"
+    def __init__(self, world: World) -> None:
+        self._place, self._votes = world.placement, Votes()
+        self._group: Any = None
+        if self._place.world_size > 1:
+            require_group("fit_batch_size")
+            self._group = world.new_group(backend="gloo")
 
     def tell_failure(self) -> None:
         """Tell the other ranks that another error ends the tries here, without waiting for them."""
-        self.cast(self._vote(_Try.FAILED, 0, 0))
+        if self._group is not None and dist.is_initialized():
+            self._votes.cast(self._vote(_Try.FAILED, 0, 0), self._group)
 
     def full_ranks(self, outcome: _Try, size: int, begun: int, seconds: float) -> list[int]:
         """Return which ranks are out of memory.
@@ -119,8 +128,12 @@ class Fitting(Votes, RunPart):
         Raises:
             CollectiveError: the ranks cannot try again, or one has failed in another way.
         """
+        if self._group is None:
+            return [0] if outcome is _Try.FULL else []
+        vote = self._vote(outcome, begun, size)
+        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         try:
-            votes = self.maximum(self._vote(outcome, begun, size), seconds if outcome is _Try.FULL else None)
+            work.wait(*([timedelta(seconds=seconds)] if outcome is _Try.FULL else []))
         except RuntimeError as error:
             if outcome is not _Try.FULL:
                 raise
@@ -130,7 +143,7 @@ class Fitting(Votes, RunPart):
                 f"an exchange, or take longer, for which there is patience=. Start with less, or try a step that "
                 f"exchanges nothing, of the bare model or in no_sync()."
             ) from error
-        outcomes, counts, sizes = votes[::3], votes[1::3], votes[2::3]
+        outcomes, counts, sizes = vote.view(3, -1).tolist()
         failed, full = ([rank for rank, how in enumerate(outcomes) if how == what] for what in (_Try.FAILED, _Try.FULL))
         if failed:
             raise CollectiveError(
@@ -152,9 +165,14 @@ class Fitting(Votes, RunPart):
             )
         return full
 
-    def _vote(self, outcome: _Try, begun: int, size: int) -> list[int]:
-        before, after = self._place.rank, self._place.world_size - self._place.rank - 1
-        return [*[0] * 3 * before, outcome, begun, size, *[0] * 3 * after]
+    def wait(self) -> None:
+        """Wait until the other ranks have got the message of this one."""
+        self._votes.wait()
+
+    def _vote(self, outcome: _Try, begun: int, size: int) -> torch.Tensor:
+        vote = torch.zeros(3, self._place.world_size, dtype=torch.int64, device="cpu")
+        vote[:, self._place.rank] = torch.tensor([outcome, begun, size], device="cpu")
+        return vote.view(-1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

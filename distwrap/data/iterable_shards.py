@@ -8,13 +8,16 @@ Until its first item all workers of all ranks have the same random numbers, so t
 one order everywhere. A dataset that divides has its worker's own from then on, as whatever collates has always.
 """
 
+import ast
 import copy
 import functools
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import nullcontext
 from itertools import chain, islice
-from types import CodeType, FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -22,17 +25,15 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from distwrap._internals.packages import is_split_by_node
 from distwrap._internals.torch_data import show_worker_info, worker_info_shown
-from distwrap.data.epoch_check import digest
-from distwrap.data.fetching import BorrowedRandomness
 from distwrap.errors import LoaderError
-from distwrap.seeding import GENERATORS, mix, seed_generators
+from distwrap.seeding import GENERATORS, BorrowedRandomness, mix, seed_generators
 
 Split = Literal["auto", "items", "dataset", "dispatch"]
 
 # Words by which a dataset's code finds its rank; they do not tell whether it then takes a share.
-_RANKS = {"rank", "get_rank", "local_rank", "process_index", "world_size", "get_world_size", "num_replicas"}
-_RANKS |= {"num_processes", "split_by_node", "split_dataset_by_node"}
-_VARIABLES = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "WORLD_SIZE"}
+_RANKS = {"rank", "get_rank", "local_rank", "RANK", "LOCAL_RANK", "SLURM_PROCID", "process_index"}
+_RANKS |= {"world_size", "get_world_size", "WORLD_SIZE", "num_replicas", "num_processes"}
+_RANKS |= {"split_by_node", "split_dataset_by_node"}
 
 _NOTHING: Any = object()
 
@@ -43,7 +44,7 @@ class IterableShard(IterableDataset[Any]):
     Args:
         dataset: the user's dataset.
         collate: the user's collate function.
-        told: the epoch that begins, and a digest of the first items, in memory that the workers share.
+        epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
         seed_of: returns the seed of an epoch's random numbers in this rank's process.
 
     Attributes:
@@ -51,9 +52,9 @@ class IterableShard(IterableDataset[Any]):
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[Any], Any], told: torch.Tensor, seed_of: Callable[[int], int]
+        self, dataset: Any, collate: Callable[[Any], Any], epoch: torch.Tensor, seed_of: Callable[[int], int]
     ) -> None:
-        self.dataset, self._collate, self._told, self._seed_of = dataset, collate, told, seed_of
+        self.dataset, self._collate, self._epoch, self._seed_of = dataset, collate, epoch, seed_of
         self.generators: Set[str] = GENERATORS
         self._in_worker = False
         # Behind the global generators while items are made; in a worker its own ones are there anyway.
@@ -64,11 +65,8 @@ class IterableShard(IterableDataset[Any]):
         """Note the seeds of this worker's epochs."""
         self._in_worker, self._seed_of = True, seed_of
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __iter__(self) -> Iterator[Any]:
-        epoch = int(self._told[0])
+        epoch = int(self._epoch)
         if self._in_worker:
             seed_generators(self._seed_of(epoch), self.generators)
         else:
@@ -128,27 +126,25 @@ class SplitShard(IterableShard):
     Args:
         dataset: the user's dataset.
         collate: the user's collate function.
-        told: the epoch that begins, and a digest of the first items.
+        epoch: the epoch that begins.
         seed_of: returns the seed of an epoch's random numbers in this rank's process.
         seed: of the random numbers that all ranks and workers have alike.
         rank: this rank.
         world_size: how many ranks.
-        compares: whether the first items must be alike on all ranks.
     """
 
     def __init__(
         self,
         dataset: Any,
         collate: Callable[[Any], Any],
-        told: torch.Tensor,
+        epoch: torch.Tensor,
         seed_of: Callable[[int], int],
         seed: int,
         rank: int,
         world_size: int,
-        compares: bool,
     ) -> None:
-        super().__init__(dataset, collate, told, seed_of)
-        self._seed, self._rank, self._world_size, self._compares = seed, rank, world_size, compares
+        super().__init__(dataset, collate, epoch, seed_of)
+        self._seed, self._rank, self._world_size = seed, rank, world_size
         self._all_workers: _AllWorkers | None = None
         self._is_divided: bool | None = None
 
@@ -159,7 +155,7 @@ class SplitShard(IterableShard):
         show_worker_info(self._all_workers)
 
     def _items(self) -> Iterator[Any]:
-        epoch, workers = int(self._told[0]), self._all_workers
+        epoch, workers = int(self._epoch), self._all_workers
         if workers is None:
             # Of the rank itself, where torch has no such information.
             info = SimpleNamespace(id=0, num_workers=1, dataset=self.dataset, seed=self._seed_of(epoch))
@@ -177,7 +173,7 @@ class SplitShard(IterableShard):
             self._alike.give_back()
             self._alike = None
         step, place = (1, 0) if divides else (workers.count, workers.id)
-        items, told = chain([first], items), self._told if self._compares else None
+        items = chain([first], items)
         # A round is read to its end before its item is given: the dataset's own position is then alike on all ranks.
         while around := list(islice(items, step)):
             if workers.was_asked is not divides:
@@ -186,8 +182,6 @@ class SplitShard(IterableShard):
                     f"every {workers.count}th item was taken already. Let its __iter__ call it first, or say "
                     "shard_loader(loader, split='dataset') if it takes its rank's part itself."
                 )
-            if told is not None and not divides:
-                told[1], told = digest(around), None
             if place < len(around):
                 yield around[place]
 
@@ -201,9 +195,6 @@ class DataPipeShard(IterDataPipe[Any]):
 
     def __init__(self, shard: IterableShard) -> None:
         self._shard, self.pipe = shard, shard.dataset
-
-    def __len__(self) -> int:
-        return len(self.pipe)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._shard)
@@ -276,7 +267,7 @@ def split(dataset: Any, how: Split, rank: int, world_size: int) -> tuple[Any, bo
         return _webdataset(webdataset, dataset, rank, world_size), True, "by webdataset's shards"
     if isinstance(dataset, IterDataPipe):
         return dataset, True, "by the datapipe's sharding_filter"
-    words = sorted(_words(type(dataset)))
+    words = sorted(_words(type(dataset)) & _RANKS)
     if words:
         raise LoaderError(
             f"{type(dataset).__name__} is an IterableDataset whose code has the name {words[0]!r}: whether it takes "
@@ -315,11 +306,17 @@ def _every(source: Iterable[Any], rank: int, world_size: int) -> Iterator[Any]:
 
 
 def _words(cls: type) -> set[str]:
-    """Return the words of ranks in the code of a class and of its bases, but for torch's."""
-    own = [base for base in cls.__mro__ if base.__module__.split(".")[0] not in ("torch", "typing", "builtins")]
-    codes = [each.__code__ for base in own for each in vars(base).values() if isinstance(each, FunctionType)]
+    """Return the names and strings in the code of a class and of its bases, but for torch's."""
     words: set[str] = set()
-    for code in codes:  # which grows by those of functions within
-        words |= _RANKS & {*code.co_names, *code.co_varnames} | {each for each in _VARIABLES if each in code.co_consts}
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for base in cls.__mro__:
+        if base is object or base.__module__.split(".")[0] in ("torch", "typing"):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name(id=word) | ast.Attribute(attr=word) | ast.Constant(value=str(word)):
+                    words.add(word)
     return words

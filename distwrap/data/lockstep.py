@@ -12,6 +12,9 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_args
 
+import torch
+import torch.distributed as dist
+
 from distwrap.checks import SECONDS, one_of
 from distwrap.data.empty_batches import EmptyBatches, emptied
 from distwrap.data.position import fetching_ahead, move
@@ -19,6 +22,7 @@ from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
 from distwrap.data.votes import Votes
 from distwrap.errors import LoaderError
 from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.setup import require_group
 from distwrap.group.world import RunPart, World, current_world, is_first_time, say
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
@@ -121,19 +125,49 @@ def in_step(loader: Any, uneven: Uneven, site: str) -> Lockstep[Any]:
     return Lockstep(loader, uneven, None, None, 30.0, listens=False, words=words)
 
 
-class LockstepStatus(Votes, RunPart):
+class LockstepStatus(RunPart):
     """Exchange of the loops' status among the ranks of a run.
 
     Attributes:
         preempted: how the node was wanted back, once it was.
     """
 
-    what = "lockstep"
-    preempted: Preemption | None = None
+    def __init__(self, world: World) -> None:
+        self.preempted: Preemption | None = None
+        self._group: Any = None
+        self._votes, self._activity = Votes(), world.part(Activity)
+        if world.placement.world_size > 1:
+            require_group("lockstep")
+            # Of the CPUs, for the status alone, so that a vote never meets another collective.
+            self._group = world.new_group(backend="gloo")
+
+    def maximum(self, numbers: list[int]) -> list[int]:
+        """Return the largest of all ranks' numbers, place by place."""
+        if self._group is None:
+            return numbers
+        self._activity.turns += 1
+        status = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
+        return status.tolist()
 
     def vote_to_stop(self) -> None:
         """Let the other ranks stop before their next step, and wait for none of them."""
-        self.cast([flag is _Flag.STOP for flag in _Flag])
+        if self._group is not None and dist.is_initialized():
+            self._activity.turns += 1
+            status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32, device="cpu")
+            self._votes.cast(status, self._group)
+
+    def wait(self) -> None:
+        """Wait until the other ranks have got the message that this one has left."""
+        self._votes.wait()
+
+    def gathered(self, numbers: list[int]) -> list[list[int]]:
+        """Return the numbers of each rank."""
+        if self._group is None:
+            return [numbers]
+        everyone = [torch.zeros(len(numbers), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, torch.tensor(numbers, dtype=torch.int64, device="cpu"), group=self._group)
+        return [row.tolist() for row in everyone]
 
 
 class Lockstep(Generic[Batch]):
@@ -199,7 +233,7 @@ class Lockstep(Generic[Batch]):
         batches: Iterator[Any]
         try:
             with shielded(loader, self._grace):
-                batches = _begin(loader)
+                batches = _begin(loader, "_rank_batches")
             world.part(Activity).follow(self)
             first_pass, empties = True, EmptyBatches(self._empty)
             moves: list[Callable[[], None]] = []
@@ -210,7 +244,7 @@ class Lockstep(Generic[Batch]):
                 with fetching() as ahead:
                     batch = _NOTHING if empties.are_due else next(batches, _NOTHING)
                     if batch is _NOTHING and self._uneven == "pad":
-                        first_pass, batches = False, _begin(loader, again=True)
+                        first_pass, batches = False, _begin(loader, "_same_epoch")
                         batch = next(batches, _NOTHING)
                 moves += ahead
                 has = self._has_more = batch is not _NOTHING
@@ -282,10 +316,10 @@ class Lockstep(Generic[Batch]):
         self.preempted = status.preempted
 
 
-def _begin(loader: Iterable[Any], **how: bool) -> Iterator[Any]:
-    """Return an iterator over a loader, and not one that is in step itself; a sharded loader has a method for it."""
-    begin: Callable[..., Iterator[Any]] | None = getattr(loader, "rank_batches", None)
-    return iter(loader) if begin is None else begin(**how)
+def _begin(loader: Iterable[Any], how: str) -> Iterator[Any]:
+    """Return an iterator over a loader, and not one that is in step itself; a sharded loader has methods for it."""
+    begin: Callable[[], Iterator[Any]] = getattr(loader, how, partial(iter, loader))
+    return begin()
 
 
 def _parted() -> LoaderError:

@@ -5,16 +5,15 @@ every rank, and it means the same to another number of ranks and to another batc
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from distwrap.errors import LoaderError
-
-READER = 0  # the rank that reads an iterable dataset for all
 
 
 class Shuffle(NamedTuple):
@@ -56,8 +55,6 @@ class Position:
         skipped: `next`, where `skip` has moved it from the start of an epoch.
         batches_taken: how many batches the loop has had of `now`.
         epoch_is_explicit: whether the loop calls `set_epoch` itself.
-        own_state: the position as the dataset or loader tells it, or why it could not, while a batch is fetched ahead
-            of the loop.
     """
 
     def __init__(self) -> None:
@@ -67,7 +64,6 @@ class Position:
         self.shuffle = Shuffle("", 0)
         self.batches_taken = 0
         self.epoch_is_explicit = False
-        self.own_state: dict[str, Any] | Exception | None = None
 
     @property
     def epoch(self) -> int:
@@ -85,9 +81,15 @@ class Position:
         self.shuffle = self.now.shuffle or usual(self.now.epoch)
         return self.now, self.shuffle
 
-    def reach(self, begun: EpochStart | None, taken: int | None) -> None:
+    def count(self, batches: Iterable[Any], skipped: int = 0) -> Iterator[Any]:
+        """Yield the batches, and count those that the loop has had, after skipped ones: workers are ahead of it."""
+        for taken, batch in enumerate(batches, 1 + skipped):
+            move(partial(self._move, self.now, taken))
+            yield batch
+        move(partial(self._move, self.now, None))
+
+    def _move(self, begun: EpochStart | None, taken: int | None) -> None:
         """Go to a number of batches of an iteration, or to its end, unless the next one has begun since."""
-        self.own_state = None
         if self.now is begun and taken is not None:
             self.batches_taken = taken
         elif self.now is begun:

@@ -1,23 +1,20 @@
 """Samplers that take a rank's share of another's order, and advance their epoch by themselves."""
 
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import count, islice
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from distwrap.data import indices
-from distwrap.data.fetching import BorrowedRandomness
 from distwrap.data.indices import Mode
 from distwrap.data.permutation import Permutation
 from distwrap.data.position import Position, Shuffle
-from distwrap.seeding import mix
+from distwrap.seeding import BorrowedRandomness, mix
 
-_BLOCK = 16384  # how many items of an order are computed at a time
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_BLOCK = 16384  # how many items are drawn, or computed, at a time
 
 
 class Order(DistributedSampler[Any]):
@@ -44,30 +41,25 @@ class Order(DistributedSampler[Any]):
             seed=seed,
             drop_last=mode == "drop",
         )
-        self.mode: Mode = mode
+        self.mode, self.items = mode, len(dataset)
         self.position = Position()
         self._order = shuffle
-        self.num_samples = len(self)
-
-    @property
-    def items(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # which may grow between epochs
-
-    def __len__(self) -> int:
-        return indices.share_size(self.items, self.rank, self.num_replicas, self.mode)
+        if mode == "exact":
+            self.num_samples = indices.share_size(self.items, rank, world_size, "exact")
+            self.total_size = self.items
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, as the other samplers here: a loader with workers asks for an iterator once more than it reads,
         # and an epoch begins when its first item is asked for.
         begun, shuffle = self.position.begin(self.shuffle_of)
         self.epoch = begun.epoch
-        items, world_size, self.num_samples = self.items, self.num_replicas, len(self)
-        sample_at = _permutation(items, shuffle)
-        end = indices.end_of_shares(begun.start, items, world_size, self.mode)
+        sample_at = _permutation(self.items, shuffle)
+        world_size = self.num_replicas
+        end = indices.end_of_shares(begun.start, self.items, world_size, self.mode)
         for first in range(begun.start + self.rank, end, _BLOCK * world_size):
             positions = torch.arange(first, min(end, first + _BLOCK * world_size), world_size, device="cpu")
             # Past the end the order begins again, to fill the last round.
-            yield from sample_at(positions % items).tolist()
+            yield from sample_at(positions % self.items).tolist()
 
     def shuffle_of(self, epoch: int) -> Shuffle:
         """Return an epoch's order."""
@@ -75,8 +67,9 @@ class Order(DistributedSampler[Any]):
             return Shuffle("torch", self.seed + epoch)
         return Shuffle(self._order, mix("order", self.seed, epoch) if self._order else 0)
 
-    def order_in_words(self, batches: int) -> str:
-        """Return the epoch's order, in words that another order does not have."""
+    @property
+    def order_in_words(self) -> str:
+        """The epoch's order, in words that another order does not have."""
         order, seed = self.position.shuffle
         return f"{order} order of seed {seed}" if order else "in order"
 
@@ -104,27 +97,18 @@ def _generator(seed: int | torch.Tensor) -> torch.Generator:
 class Share(Sampler[Any]):
     """Rank's share of a custom sampler's stream, of indices or of whole batches.
 
-    All ranks draw the same stream, from random numbers seeded alike for each epoch, and take every n-th item of it. The
-    items of a step are drawn when it comes, so that a sampler may follow the loss, as long as it is alike on all ranks.
-
-    Args:
-        sampler: the user's.
-        rank: this rank.
-        world_size: how many ranks there are.
-        mode: how left-over items are divided.
-        seed: of the loader's order.
-        step: how many items all ranks take in a step.
+    All ranks draw the same stream, from random numbers seeded alike for each epoch, and take every n-th item of it.
 
     Attributes:
         items: how many items the sampler yields; ``None`` where it has no length.
         position: the loop's position in them.
+        digest: of the beginning of the epoch's order.
     """
 
-    def __init__(self, sampler: Iterable[Any], rank: int, world_size: int, mode: Mode, seed: int, step: int) -> None:
+    def __init__(self, sampler: Iterable[Any], rank: int, world_size: int, mode: Mode, seed: int) -> None:
         self.sampler, self.rank, self.num_replicas, self.mode, self.seed = sampler, rank, world_size, mode, seed
         self.position = Position()
-        self._step = step
-        self._digests: dict[int, int] = {}  # of the order up to a number of steps
+        self.digest = ""
 
     @property
     def items(self) -> int | None:
@@ -135,10 +119,10 @@ class Share(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         begun, shuffle = self.position.begin(self.shuffle_of)
+        self.digest = ""
         for each in (self.sampler, getattr(self.sampler, "sampler", None)):
             getattr(each, "set_epoch", lambda _: None)(begun.epoch)
-        items = self._draw(int(shuffle.seed), begun.start)
-        yield from indices.share(items, self.rank, self.num_replicas, self.mode, begun.start)
+        yield from indices.share(self._draw(int(shuffle.seed)), self.rank, self.num_replicas, self.mode, begun.start)
 
     def __len__(self) -> int:
         return indices.share_size(len(self.sampler), self.rank, self.num_replicas, self.mode)  # type: ignore[arg-type]
@@ -147,31 +131,29 @@ class Share(Sampler[Any]):
         """Return the seed from which an epoch's order is drawn."""
         return Shuffle("sampler", mix("sampler", self.seed, epoch))
 
-    def order_in_words(self, batches: int) -> str:
-        """Return the epoch's order up to a number of batches, in words that another order does not have."""
-        return f"{type(self.sampler).__name__}'s order {self._digests.get(batches, 0):x}"
+    @property
+    def order_in_words(self) -> str:
+        """The epoch's order, in words that another order does not have."""
+        return f"{type(self.sampler).__name__}'s order {self.digest}"
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch."""
         self.position.set_epoch(epoch)
 
-    def _draw(self, seed: int, start: int) -> Iterator[Any]:
+    def _draw(self, seed: int) -> Iterator[Any]:
         inner = (self.sampler, getattr(self.sampler, "sampler", None))
         own = {id(g): g for g in (getattr(each, "generator", None) for each in inner) if isinstance(g, torch.Generator)}
         randomness = BorrowedRandomness(seed, *own.values())
         with randomness.lent():
             stream = iter(self.sampler)
-        digests, digest = self._digests, 0
-        digests.clear()
-        for number in count(0 if start else 1):
+        while True:
             with randomness.lent():
-                drawn = list(islice(stream, self._step if number else start))
-            if not drawn:
+                block = list(islice(stream, _BLOCK))
+            if not block:
                 return
-            digest = zlib.crc32(_ADDRESS.sub("", repr(drawn)).encode(), digest)  # an address is no rank's fault
-            if number & (number - 1) == 0:
-                digests[number] = digest
-            yield from drawn
+            if not self.digest and " at 0x" not in (words := repr(block)):  # an address is no rank's fault
+                self.digest = f"{zlib.crc32(words.encode()):x}"
+            yield from block
 
 
 class ExactBatches(Sampler[list[Any]]):
@@ -217,14 +199,6 @@ class RememberedShuffle(RandomSampler):
 
     drawn: Shuffle | None = None
 
-    @classmethod
-    def of(cls, sampler: Any) -> "RememberedShuffle | None":
-        """Return one in the place of torch's own, where that is a shuffle of all its data."""
-        if type(sampler) not in (cls, RandomSampler) or sampler.replacement:
-            return None
-        whole = sampler.num_samples == len(sampler.data_source)
-        return cls(sampler.data_source, generator=sampler.generator) if whole else None
-
     def __iter__(self) -> Iterator[int]:
         if self.generator is not None:
             self.drawn = Shuffle("torch", self.generator.get_state())
@@ -234,16 +208,3 @@ class RememberedShuffle(RandomSampler):
         self.drawn = Shuffle("torch", seed)
         generator = torch.Generator().manual_seed(seed)
         yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
-
-
-class After(Sampler[Any]):
-    """Items of a sampler after its first ones."""
-
-    def __init__(self, sampler: Any, skipped: int) -> None:
-        self.sampler, self._skipped = sampler, skipped
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self._skipped, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.sampler) - self._skipped)

@@ -1,212 +1,61 @@
-"""The sharded loader: it stands before a copy of the user's own, and knows the position of the loop in its data."""
-
-from __future__ import annotations
+"""The class of a sharded loader: the user's own class, which also knows the loop's position in its data."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
-from distwrap._internals.torch_data import ITERATOR
-from distwrap.checks import whole
+from distwrap._internals.torch_data import ITERATOR, check_iterator_hook
 from distwrap.data import workers
-from distwrap.data.fetching import SeededFetch, SeededIndices, WorkerInit, worker_seed
-from distwrap.data.indices import share_size, stream_batches
+from distwrap.data.dispatch import READER
+from distwrap.data.evaluations import Evaluations
+from distwrap.data.indices import stream_batches
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
-from distwrap.data.lockstep import Lockstep, in_step
-from distwrap.data.position import (
-    READER,
-    EpochStart,
-    Position,
-    Shuffle,
-    check_state,
-    check_stream_state,
-    is_ahead,
-    move,
-)
-from distwrap.data.samplers import After, ExactBatches, Order, RememberedShuffle, Share
-from distwrap.devices.transfer import on_device, to_device
+from distwrap.data.lockstep import in_step
+from distwrap.data.position import EpochStart, Shuffle, check_state, check_stream_state, is_ahead, move
+from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
+from distwrap.data.sharding import Sharding
+from distwrap.data.skipping import SkippingLoader
+from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit, worker_seed
+from distwrap.devices.transfer import on_device
 from distwrap.errors import LoaderError
 from distwrap.group.world import active_world, current_world
 from distwrap.model.checks.unwrapped import Unwrapped
 from distwrap.seeding import preserved
 from distwrap.supervision.activity import Activity
 
-if TYPE_CHECKING:
-    from distwrap.data.dispatch import Dispatch
-    from distwrap.data.epoch_check import EpochCheck
-
 T_co = TypeVar("T_co", covariant=True)
 Item = TypeVar("Item")
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
-@dataclass
-class Sharding:
-    """Decisions about a sharded loader, and the loop's position in it.
-
-    Attributes:
-        device: where the batches go.
-        rank: the rank whose share this is.
-        world_size: how many ranks there are.
-        copy_ahead: whether batches go to the device a step ahead.
-        position: where the loop is.
-        sampler: takes the share; ``None`` in a single process, and where there are no indices.
-        unit: of the sampler's items, ``"samples"`` or ``"batches"``.
-        items_per_step: how many of them all ranks take in a step.
-        uneven: how ranks with an iterable dataset end; empty where each ends by itself.
-        lockstep: the loop in step with the other ranks, where they may end unevenly.
-        dispatch: how one rank reads an iterable dataset for all, if it does.
-        by_itself: whether an iterable dataset takes its rank's part by itself.
-        compares: whether the items of one that does not must be alike on all ranks.
-        seed: of the random numbers with which samples are fetched.
-        order_seed: of those with which an iterable dataset makes the items that are divided, alike on all ranks.
-        endless: whether the user's class goes on over one iterator for ever, and this one has epochs in its place.
-        epoch_check: of the ranks' loops.
-        told: two numbers in memory that the workers share: the epoch that begins, and a digest of the first items that
-            they divide.
-        same: whether all ranks get all of the data on purpose.
-    """
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    copy_ahead: bool = False
-    position: Position = field(default_factory=Position)
-    sampler: Order | Share | None = None
-    unit: str = "samples"
-    items_per_step: int = 1
-    uneven: Literal["", "shortest", "pad"] = ""
-    lockstep: Lockstep[Any] | None = None
-    dispatch: Dispatch | None = None
-    by_itself: bool = False
-    compares: bool = False
-    seed: int = 0
-    order_seed: int = 0
-    endless: bool = False
-    epoch_check: EpochCheck | None = None
-    told: torch.Tensor | None = None
-    same: bool = False
-
-
-class Batches(Iterator[Any]):
-    """One pass over a rank's batches, each of which is counted, shown to observers, and moved to the device.
-
-    Where a sample cannot be loaded the error is raised, and the next call goes on after its batch, as torch's does.
-
-    Args:
-        stream: what is fetched.
-        position: of the loop.
-        skipped: how many batches of the epoch come before these.
-        observers: called with the number of each batch and the batch, before the loop has it.
-        moved: moves a batch to the device.
-        before: called before a batch is fetched.
-        explained: raises an error with advice in the place of one of the workers'.
-
-    Attributes:
-        step: how many batches were fetched.
-    """
-
-    def __init__(
-        self,
-        stream: Iterator[Any],
-        position: Position,
-        skipped: int,
-        observers: list[Callable[[int, Any], object]],
-        moved: Callable[[Any], Any] | None,
-        before: Callable[[], None] | None,
-        explained: Callable[[Exception], None],
-    ) -> None:
-        self._stream, self._position, self._skipped, self._observers = stream, position, skipped, observers
-        self._moved, self._before, self._explained = moved, before, explained
-        self.step = 0
-        self._begun: EpochStart | None = None
-
-    def __next__(self) -> Any:
-        if self._before is not None:
-            self._before()
-        try:
-            batch = next(self._stream)
-        except StopIteration:
-            self._observers = []
-            self._count(None)
-            raise
-        except Exception as error:
-            self._count(self.step + 1)
-            self._explained(error)
-            raise
-        self._count(self.step + 1)
-        for observe in self._observers:
-            observe(self.step, batch)
-        return batch if self._moved is None else self._moved(batch)
-
-    def _count(self, step: int | None) -> None:
-        """Count a batch, or the end; workers are ahead of the loop, and its position moves once it has the batch."""
-        self._begun, self.step = self._begun or self._position.now, self.step if step is None else step
-        move(partial(self._position.reach, self._begun, None if step is None else self._skipped + step))
-
-
-class ShardedLoader(DataLoader[T_co]):
-    """Loader that `shard_loader` returns: an instance of the user's class too, with this rank's share and a position.
-
-    It hands all else on to a copy of the user's loader, in which what fetches this rank's samples stands in the place
-    of the user's dataset and samplers.
-    """
-
-    _loader: DataLoader[Any]
-    _sharding: Sharding
-
-    def __init__(self, loader: DataLoader[Any], sharding: Sharding) -> None:
-        self.__dict__.update(_loader=loader, _sharding=sharding)
-        if sharding.world_size > 1:  # of which the user sees their own
-            shown = ("dataset", "collate_fn", "worker_init_fn", "sampler", "batch_sampler")
-            self.__dict__.update({name: getattr(loader, name) for name in shown})
-            self._put_fetching()
-
-    @property  # type: ignore[misc]  # as isinstance() sees it
-    def __class__(self) -> type:
-        return type(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_loader", "_sharding"):  # of one that is being made
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("collate_fn", "worker_init_fn") and name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            setattr(self._loader, name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        plain = copied(self._loader, {name: self.__dict__[name] for name in self.__dict__ if name[0] != "_"})
-        return ShardedLoader, (plain, replace(self._sharding, told=None, epoch_check=None, lockstep=None))
+class ShardedLoader(SkippingLoader[T_co]):
+    """Loader that `shard_loader` returns: of the user's own class, with this rank's share, and a position to save."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch; without a call, each epoch is one more than the last."""
         self._sharding.position.set_epoch(epoch)
         # The user's own class may have a use for it too.
-        given = () if self._sharding.sampler is not None else (batches_of(self)[1], innermost(self))
-        for owner in (self._loader, *given):
+        given = () if self._sharding.sampler is not None else (self.batch_sampler, innermost(self))
+        for owner in (super(), *given):
             getattr(owner, "set_epoch", lambda _: None)(epoch)
 
     def __iter__(self) -> Any:
         sharding = self._sharding
         timed = current_world().part(Activity).timed
         if not sharding.uneven:
-            return timed(self.rank_batches())
+            return timed(self._rank_batches())
         sharding.lockstep = in_step(self, sharding.uneven, sharding.epoch_check.site if sharding.epoch_check else "")
         return timed(iter(sharding.lockstep))
 
     def __len__(self) -> int:
         sharding = self._sharding
-        length = DataLoader.__len__(self._loader) if sharding.endless else len(self._loader)
+        length = DataLoader.__len__(self) if sharding.endless else super().__len__()
         if sharding.dispatch is not None:
             return sharding.dispatch.length(length, sharding.rank, sharding.world_size)
         if not self._is_iterable or sharding.world_size == 1 or sharding.by_itself:
@@ -215,86 +64,130 @@ class ShardedLoader(DataLoader[T_co]):
         place = (rank, sharding.world_size, max(1, self.num_workers))
         return stream_batches(len(self.dataset), *place, self.batch_size or 1, self.drop_last)  # type: ignore[arg-type]
 
-    def rank_batches(self, *, again: bool = False) -> Iterator[Any]:
-        """Return an iterator over this rank's batches, which waits for no other rank.
-
-        Args:
-            again: whether it goes through the same epoch once more, where a rank is out of batches before the others.
-        """
+    def _rank_batches(self) -> Iterator[Any]:
+        """Return an iterator over this rank's batches, which waits for no other rank."""
         sharding, world = self._sharding, current_world()
-        position, device = sharding.position, sharding.device
-        if again:
-            position.next = EpochStart(position.next.epoch - 1)
-        begun, helped = position.next, bool(self.num_workers and self._reads)
+        position = sharding.position
         if sharding.world_size > 1:
-            if helped and active_world() is not None:  # else nobody would remove it
+            if self._reads and self.num_workers and active_world() is not None:  # else nobody would remove it
                 world.part(workers.WorkerFolder)
-            self._put_fetching()
-        stream = sharding.dispatch.batches(self._begin) if sharding.dispatch is not None else self._begin()
-        position.own_state = None
-        if sharding.sampler is None and not begun.start:  # else the sampler does
-            position.begin(lambda epoch: Shuffle("", 0))
-        if begun.skip and not self._skips_indices:
-            stream = islice(stream, begun.skip, None)
-        observers: list[Callable[[int, Any], object]] = []
-        if sharding.epoch_check is not None:
-            observers.append(sharding.epoch_check.begin(self._is_iterable, sharding.told))
-        if sharding.world_size > 1 and world.tells_others:
-            observers += world.part(Unwrapped).observers()
-        pinned = self.pin_memory and self._reads and sharding.dispatch is None
-        moved = partial(to_device, device=device, waits=not pinned) if device.type != "cpu" else None
-        if moved and sharding.copy_ahead:
-            stream, moved = on_device(stream, device, True, pinned), None
-        remember = self._remember if sharding.sampler is None else None
-        explained = workers.explain if helped else lambda error: None
-        batches = Batches(stream, position, begun.skip, observers, moved, remember, explained)
-        world.part(Activity).follow(batches)
-        return batches
-
-    def _begin(self) -> Iterator[Any]:
-        """Return torch's iterator."""
-        sharding, loader = self._sharding, self._loader
-        begun = sharding.position.next
-        if sharding.sampler is None and begun.start:
-            order = Order(range(self._items()["items"]), 0, 1, "pad", 0, "")
-            order.position = sharding.position
-            loader = _with_order(loader, order)
-        elif begun.skip and self._skips_indices:
-            name, items = batches_of(loader)
-            loader = copied(loader, {name: After(items, begun.skip)})
+            self._tell_epoch()
+        resumes = sharding.sampler is None and position.next.start > 0
+        skipped = position.next.skip
         # The run that was cut off had drawn what a loader draws at its start.
-        with preserved() if begun.start > 0 else nullcontext():
-            return DataLoader.__iter__(loader) if sharding.endless else iter(loader)
+        with preserved() if position.next.start > 0 else nullcontext():
+            begin = partial(DataLoader.__iter__, self) if sharding.endless else super().__iter__
+            if sharding.dispatch is not None:
+                batches = sharding.dispatch.batches(begin)
+            else:
+                batches = self._resumed() if resumes else begin()
+        world.part(Activity).follow(batches)
+        if self.num_workers and self._reads:
+            batches = workers.explain_failures(batches)
+        if sharding.sampler is None and not resumes:  # else the sampler does
+            position.begin(lambda epoch: Shuffle("", 0))
+        if sharding.epoch_check is not None:
+            check = sharding.epoch_check
+            batches = check.first_batches(batches) if self._is_iterable else check.epochs(batches)
+        if sharding.device.type != "cpu":
+            pinned = self.pin_memory and self._reads and sharding.dispatch is None
+            batches = on_device(batches, sharding.device, sharding.copy_ahead, pinned)
+        if sharding.world_size > 1:
+            batches = world.part(Evaluations).watched(iter(batches), 0 if self.drop_last else sharding.repeated)
+        if sharding.sampler is None:
+            batches = self._remembering(batches)
+        if sharding.world_size > 1 and world.tells_others:
+            batches = world.part(Unwrapped).first_batches(iter(batches))
+        return position.count(self.read_on(batches, skipped), skipped)
 
-    def _put_fetching(self) -> None:
-        """Put what fetches this rank's samples in the place of the user's dataset and samplers."""
+    def _same_epoch(self) -> Iterator[Any]:
+        """Return an iterator for a rank that is out of batches before the others are: their next epoch is its own."""
+        position = self._sharding.position
+        position.next = EpochStart(position.next.epoch - 1)
+        return self._rank_batches()
+
+    def _remembering(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches; of what is fetched ahead of the loop, keep the state before."""
+        sharding, stream, nothing = self._sharding, iter(batches), object()
+        sharding.own_state = None
+        while True:
+            if sharding.own_state is None and is_ahead():
+                try:
+                    sharding.own_state = copy.deepcopy(self._own_state())
+                except Exception as error:  # noqa: BLE001 - raised where somebody asks: most loops never do
+                    sharding.own_state = error
+            batch = next(stream, nothing)
+            move(partial(setattr, sharding, "own_state", None))
+            if batch is nothing:
+                return
+            yield batch
+
+    def _own_state(self) -> dict[str, Any] | None:
+        """Return the position that a StatefulDataLoader or an iterable dataset tells itself; ``None`` of others."""
+        remembered = self._sharding.own_state
+        if isinstance(remembered, Exception):
+            raise remembered
+        if remembered is not None:
+            return remembered
+        theirs = getattr(super(), "state_dict", None)
+        if not self._reads:
+            return None
+        if theirs is not None:
+            return {"loader": theirs()}
+        tells = getattr(self.dataset, "state_dict", None) if self._is_iterable and self.num_workers == 0 else None
+        return {"dataset": tells()} if tells is not None else None
+
+    @contextmanager
+    def making_iterator(self) -> Iterator[None]:
+        """Put what fetches this rank's samples in the place of the user's dataset while the iterator is made."""
+        alone, skipped = self._sharding.world_size == 1, self._sharding.position.next.skip
+        if alone and not (skipped and self.skips_indices):
+            yield
+            return
+        attributes = self.__dict__
+        fetching = self._fetching() if not alone else self.fetching_after(skipped)
+        before = {name: attributes[name] for name in fetching}
+        attributes.update(fetching)
+        try:
+            yield
+        finally:
+            attributes.update(before)
+
+    def _fetching(self) -> dict[str, Any]:
+        """Return the attributes with which torch's iterator fetches this rank's samples."""
         sharding = self._sharding
         seed, place = sharding.seed, (sharding.rank, sharding.world_size)
-        if sharding.told is None or not self.persistent_workers:
-            sharding.told = torch.zeros(2, dtype=torch.int64, device="cpu")
-            if self.num_workers:
-                sharding.told.share_memory_()  # type: ignore[no-untyped-call]
-        epoch = sharding.position.next.epoch
-        sharding.told.copy_(torch.tensor([epoch, 0], device="cpu"))
+        # A StatefulDataLoader whose state is asked for before its first epoch makes an iterator for that.
+        epoch = self._tell_epoch() if sharding.epoch is None else sharding.epoch
         source: IterableShard | SeededFetch
         if self._is_iterable:
             seed_of = partial(worker_seed, seed, rank=sharding.rank, worker=0, workers=1)
-            what = (self.dataset, self.collate_fn, sharding.told, seed_of)
+            what = (self.dataset, self.collate_fn, epoch, seed_of)
             if sharding.by_itself:
                 source = (StatefulShard if hasattr(self.dataset, "state_dict") else IterableShard)(*what)
             else:
-                source = SplitShard(*what, sharding.order_seed, *place, sharding.compares)
+                source = SplitShard(*what, sharding.order_seed, *place)
             shown = DataPipeShard(source) if isinstance(self.dataset, IterDataPipe) else source
             fetching: dict[str, Any] = {"dataset": shown, "collate_fn": source.collate}
         else:
-            name, items = batches_of(self)
-            source = SeededFetch(self.dataset, self.collate_fn, name == "batch_sampler")
-            told = sharding.told if sharding.sampler is None else None
-            indices = SeededIndices(items, sharding.position, told, sharding.items_per_step, seed, *place)
+            batches: Any = self.batch_sampler
+            source = SeededFetch(self.dataset, self.collate_fn, batches is not None)
+            sampler, name = (self.sampler, "sampler") if batches is None else (batches, "batch_sampler")
+            told = epoch if sharding.sampler is None else None
+            indices = SeededIndices(sampler, sharding.position, told, sharding.items_per_step, seed, *place)
             fetching = {"dataset": source, "collate_fn": source, name: indices}
         if self.num_workers:
-            fetching["worker_init_fn"] = WorkerInit(source, seed, epoch, sharding.rank, self.worker_init_fn)
-        self._loader.__dict__.update(fetching)
+            fetching["worker_init_fn"] = WorkerInit(source, seed, int(epoch), sharding.rank, self.worker_init_fn)
+        return fetching
+
+    def _tell_epoch(self) -> torch.Tensor:
+        """Write the epoch that begins to where workers read it."""
+        sharding = self._sharding
+        if sharding.epoch is None or not self.persistent_workers:
+            sharding.epoch = torch.tensor(0)
+            if self.persistent_workers:
+                sharding.epoch.share_memory_()  # type: ignore[no-untyped-call]
+        return sharding.epoch.fill_(sharding.position.next.epoch)
 
     @property
     def _is_iterable(self) -> bool:
@@ -316,19 +209,9 @@ class ShardedLoader(DataLoader[T_co]):
         Raises:
             LoaderError: the position is unknown; the message says what to write instead.
         """
-        sharding = self._sharding
-        sampler, position = sharding.sampler, sharding.position
         if self._is_iterable:
-            place = (sharding.rank, sharding.world_size) if sharding.dispatch is None else (READER, 1)
-            own = self._own_state()
-            if own is not None or not self._reads:
-                return {"rank": place[0], "world_size": place[1], "epoch": position.epoch, **(own or {})}
-            raise LoaderError(
-                f"the position in {type(self.dataset).__name__} is unknown: an iterable dataset has no indices, "
-                f"and {'its workers fetch ahead of the loop' if self.num_workers else 'it has no state_dict()'}. "
-                "Use torchdata's StatefulDataLoader in DataLoader's place, or a dataset with state_dict() and "
-                "num_workers=0, or a dataset with indices."
-            )
+            return self._iterable_state()
+        sampler, position = self._sharding.sampler, self._sharding.position
         if self.num_workers and not getattr(self, "in_order", True) and position.now and position.batches_taken:
             raise LoaderError(
                 f"the loop has had {position.batches_taken} batches, and it is unknown which ones: with "
@@ -357,94 +240,30 @@ class ShardedLoader(DataLoader[T_co]):
         Raises:
             LoaderError: the state is not a position, or is a position in other data.
         """
-        sharding, theirs = self._sharding, getattr(self._loader, "load_state_dict", None)
-        sharding.position.own_state = None
+        self._sharding.own_state = None
         if self._is_iterable:
-            place = (sharding.rank, sharding.world_size) if sharding.dispatch is None else (READER, 1)
-            check_stream_state(state, *place)
-            if "loader" in state and self._reads:
-                cast("Any", theirs)(state["loader"])
-            elif self._reads:
-                self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
-            sharding.position.next = EpochStart(state["epoch"])
+            self._load_iterable_state(state)
             return
-        sampler = sharding.sampler
+        sampler = self._sharding.sampler
+        theirs = getattr(super(), "load_state_dict", None)
         if theirs is not None and sampler is None and "consumed" not in state:
             theirs(state)
             return
         check_state(state, **self._items(), custom=isinstance(sampler, Share))
         if sampler is None and state["consumed"]:
             self._check_order_is_known()
-        sharding.position.load(state)
-
-    def skip(self: Loader, batches: int) -> Loader:
-        """Let the next iteration leave out its first batches on every rank, for those who have saved only a step.
-
-        The epoch is the next one, or that of `set_epoch`, called before or after. Where the order follows from a seed
-        nothing of what is left out is fetched. A single process fetches nothing either: its order is drawn as ever, so
-        seed it as it was. An iterable dataset, and a loader that keeps its workers for all epochs in a single process,
-        is read up to there.
-
-        Args:
-            batches: how many of this loader's batches, on each rank; also 0.
-
-        Returns:
-            The loader itself.
-
-        Raises:
-            OptionError: it is no whole number from 0.
-            LoaderError: an epoch has fewer batches.
-
-        Example:
-            >>> from distwrap import shard_loader
-            >>> loader = shard_loader(DataLoader(range(6), batch_size=2))
-            >>> list(loader.skip(2))
-            [tensor([4, 5])]
-        """
-        batches, this = whole(0)("batches", batches), cast("ShardedLoader[Any]", self)
-        position, rank = this._sharding.position, this._sharding.rank
-        begun = position.next
-        with suppress(TypeError):  # of some datasets nobody knows
-            if batches > (left := this.batches_to_come()):
-                raise LoaderError(f"skip({batches}): the next epoch of this loader has {left} batches on rank {rank}.")
-        if this._sharding.sampler is None and not begun.start:
-            position.next = replace(begun, skip=begun.skip + batches)
-        else:
-            position.next = replace(begun, start=this._consumed(begun.start, batches))
-        if begun is position.skipped or not begun.start + begun.skip:
-            position.skipped = position.next
-        position.now = None
-        return self
-
-    def batches_to_come(self) -> int:
-        """Return how many batches the next iteration gives on this rank.
-
-        Raises:
-            TypeError: nobody knows.
-        """
-        sharding, batches = self._sharding, batches_of(self)[1]
-        begun, sampler = sharding.position.next, sharding.sampler
-        if not begun.start:
-            return max(0, len(self) - begun.skip)
-        items = self._items()["items"]
-        if items is None:
-            raise TypeError(f"{type(sampler).__name__} has no length")
-        left = max(0, items - begun.start)
-        if isinstance(batches, ExactBatches):
-            return batches.count(begun.start) if left else 0
-        count = share_size(left, sharding.rank, sharding.world_size, "pad" if sampler is None else sampler.mode)
-        if batches is sampler or not isinstance(batches, BatchSampler):
-            return count
-        return count // batches.batch_size if batches.drop_last else -(-count // batches.batch_size)
+        self._sharding.position.load(state)
 
     def _items(self) -> dict[str, Any]:
         """Return the unit in which the position counts, and how many of them there are."""
-        sampler = self._sharding.sampler
-        items = len(innermost(self)) if sampler is None else sampler.items  # type: ignore[arg-type]
-        return {"unit": self._sharding.unit, "items": items}
+        sampler, batches = self._sharding.sampler, self.batch_sampler
+        if sampler is None:
+            return {"unit": "samples", "items": len(innermost(self))}  # type: ignore[arg-type]
+        ready_made = sampler is batches or (isinstance(batches, ExactBatches) and batches.batch_size is None)
+        return {"unit": "batches" if ready_made else "samples", "items": sampler.items}
 
     def _consumed(self, start: int, taken: int) -> int:
-        items, batches = self._items()["items"], batches_of(self)[1]
+        items, batches = self._items()["items"], self.batch_sampler
         if isinstance(batches, ExactBatches) and taken >= batches.count(start):
             return int(items)
         at = start + taken * self._sharding.items_per_step
@@ -452,56 +271,64 @@ class ShardedLoader(DataLoader[T_co]):
 
     # In a single process the loader keeps its own order, until it goes on from a position.
 
-    @property
-    def _skips_indices(self) -> bool:
-        """Whether batches that are left out are not even fetched."""
-        is_torchs = not hasattr(self._loader, "state_dict") and not self.persistent_workers
-        return is_torchs and self._sharding.world_size == 1 and not self._is_iterable
-
     def _check_order_is_known(self) -> None:
         sampler = innermost(self)
-        if not _is_plain(self) or type(sampler) not in (SequentialSampler, RememberedShuffle):
+        plain = self.batch_sampler is None or type(self.batch_sampler) is BatchSampler
+        if not plain or not isinstance(sampler, (SequentialSampler, RememberedShuffle)):
             raise LoaderError(
                 f"in a single process the order is drawn by this loader's {type(sampler).__name__}, and cannot "
                 "be drawn again from a position. Say shard_loader(loader, seed=0): its order then follows from "
                 "the seed, as it does with several ranks."
             )
 
-    # An iterable dataset's position is its own, and so is that of a StatefulDataLoader.
+    def _resumed(self) -> Iterator[Any]:
+        """Return an iterator over the rest of an epoch, in the order that the position holds."""
+        batches: Any = self.batch_sampler
+        order = Order(range(self._items()["items"]), 0, 1, "pad", 0, "")
+        order.position = self._sharding.position
+        attributes: dict[str, Any] = {"sampler": order}
+        if batches is not None:
+            attributes["batch_sampler"] = type(batches)(order, batches.batch_size, batches.drop_last)
+        return iter(copied(self, attributes, type(self).__bases__[1]))
 
-    def _own_state(self) -> dict[str, Any] | None:
-        """Return the position that a StatefulDataLoader or an iterable dataset tells itself; ``None`` of others."""
-        remembered = self._sharding.position.own_state
-        if isinstance(remembered, Exception):
-            raise remembered
-        if remembered is not None or not self._reads:
-            return remembered
-        theirs = getattr(self._loader, "state_dict", None)
-        if theirs is not None:
-            return {"loader": theirs()}
-        tells = getattr(self.dataset, "state_dict", None) if self._is_iterable and self.num_workers == 0 else None
-        return {"dataset": tells()} if tells is not None else None
+    # An iterable dataset's position is its own.
 
-    def _remember(self) -> None:
-        """Keep the position before a batch that is fetched ahead of the loop."""
-        position = self._sharding.position
-        if position.own_state is None and is_ahead():
-            try:
-                position.own_state = copy.deepcopy(self._own_state())
-            except Exception as error:  # noqa: BLE001 - raised where somebody asks: most loops never do
-                position.own_state = error
+    def _iterable_state(self) -> dict[str, Any]:
+        sharding = self._sharding
+        whose = {"rank": sharding.rank, "world_size": sharding.world_size, "epoch": sharding.position.epoch}
+        if sharding.dispatch is not None:
+            whose.update(rank=READER, world_size=1)  # for any number of ranks: this one's alone is to be saved
+        own = self._own_state()
+        if own is not None or not self._reads:
+            return {**whose, **(own or {})}
+        raise LoaderError(
+            f"the position in {type(self.dataset).__name__} is unknown: an iterable dataset has no indices, "
+            f"and {'its workers fetch ahead of the loop' if self.num_workers else 'it has no state_dict()'}. "
+            "Use torchdata's StatefulDataLoader in DataLoader's place, or a dataset with state_dict() and "
+            "num_workers=0, or a dataset with indices."
+        )
 
+    def _load_iterable_state(self, state: dict[str, Any]) -> None:
+        place = (self._sharding.rank, self._sharding.world_size)
+        check_stream_state(state, *(place if self._sharding.dispatch is None else (READER, 1)))
+        if not self._reads:
+            pass
+        elif "loader" in state:
+            super().load_state_dict(state["loader"])  # type: ignore[misc]
+        else:
+            self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+        self._sharding.position.next = EpochStart(state["epoch"])
 
-def batches_of(loader: DataLoader[Any]) -> tuple[str, Any]:
-    """Return the sampler of what a loader fetches at once, and the name of the attribute that holds it."""
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return name, getattr(loader, name)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Neither pickle nor copy would find this class by its name; but it follows from the user's own.
+        sharding = replace(self._sharding, epoch=None, epoch_check=None, lockstep=None)
+        return _rebuilt, (type(self).__bases__[1], {**self.__dict__, ITERATOR: None, "_sharding": sharding})
 
 
 def innermost(loader: DataLoader[Any]) -> object:
     """Return the sampler that decides the order."""
-    name, items = batches_of(loader)
-    return getattr(items, "sampler", items) if name == "batch_sampler" or isinstance(items, BatchSampler) else items
+    batches: Any = loader.batch_sampler
+    return loader.sampler if batches is None else getattr(batches, "sampler", batches)
 
 
 def is_torchs(thing: object, cls: type) -> bool:
@@ -510,66 +337,55 @@ def is_torchs(thing: object, cls: type) -> bool:
     return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__.startswith("torchdata."))
 
 
-def copied(loader: Loader, attributes: dict[str, Any]) -> Loader:
-    """Return a copy of a loader with other attributes: no constructor is guessed, and a subclass keeps its own."""
-    result = copy.copy(loader)
-    result.__dict__.update(attributes, **{ITERATOR: None})  # which may hold workers of the loader's own
-    return result
+def sharded_copy(loader: DataLoader[Item], sharding: Sharding, attributes: dict[str, Any]) -> ShardedLoader[Item]:
+    """Return a copy of a loader, of the same class and sharded, with other attributes."""
+    result = copied(loader, {**attributes, "_sharding": sharding}, sharded_class(type(loader)))
+    return cast("ShardedLoader[Item]", result)
 
 
-def only_moved(loader: DataLoader[Any], sharding: Sharding) -> ShardedLoader[Any]:
-    """Return a loader that keeps its samples and their order, and knows where its loop is.
+def only_moved(loader: DataLoader[Item], sharding: Sharding) -> ShardedLoader[Item]:
+    """Return a loader that keeps its samples and their order, and knows where its loop is; on the CPU the same object.
 
     Where its own sampler takes this rank's share, the samples are fetched with random numbers of this rank's own.
     """
-    sharding.copy_ahead &= sharding.device.type != "cpu"
-    sharding.items_per_step = getattr(batches_of(loader)[1], "batch_size", None) or 1
-    shuffle = RememberedShuffle.of(innermost(loader)) if _is_plain(loader) else None
-    return ShardedLoader(copied(loader, {}) if shuffle is None else _with_order(loader, shuffle), sharding)
+    device = sharding.device
+    if isinstance(loader, ShardedLoader) and loader._sharding.device == device:
+        return loader
+    if device.type == "cpu":
+        sharding.copy_ahead = False
+    else:
+        loader = copied(loader, {}, type(loader))
+    sampler: Any = innermost(loader)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        sampler.__class__ = RememberedShuffle
+    sharding.items_per_step = getattr(loader.batch_sampler, "batch_size", None) or 1
+    loader.__dict__["_sharding"] = sharding
+    loader.__class__ = sharded_class(type(loader))
+    return cast("ShardedLoader[Item]", loader)
 
 
-def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Return whether nothing but torch's own batch sampler is around the sampler that decides the order."""
-    items = batches_of(loader)[1]
-    return items is innermost(loader) or type(items) is BatchSampler
+def copied(loader: Loader, attributes: dict[str, Any], cls: type) -> Loader:
+    """Return a copy of a loader, of a class, with other attributes."""
+    result = copy.copy(loader)
+    result.__dict__.update(attributes, **{ITERATOR: None})  # which may hold workers of the loader's own
+    result.__class__ = cls
+    return result
 
 
-def _with_order(loader: Loader, sampler: Any) -> Loader:
-    """Return a copy of a loader with another order of its samples."""
-    name, items = batches_of(loader)
-    attributes = {"sampler": sampler}
-    if items is not innermost(loader):
-        attributes[name] = type(items)(sampler, items.batch_size, items.drop_last)
-    return copied(loader, attributes)
-
-
-# Loops over loaders
-
-
-def lockstep_of(loader: Any) -> Lockstep[Any] | None:
-    """Return the loop in step that is under way over a loader; ``None`` where there is none."""
-    loader = _under_bars(loader)
-    if isinstance(loader, ShardedLoader):
-        return loader._sharding.lockstep
-    return loader if isinstance(loader, Lockstep) else None
-
-
-def _under_bars(loader: Any) -> Any:
-    """Return the iterable under a progress bar, which may be shown on one rank only."""
-    while not isinstance(loader, DataLoader) and isinstance(getattr(loader, "iterable", None), Iterable):
-        loader = loader.iterable
+def _rebuilt(cls: type[DataLoader[Any]], attributes: dict[str, Any]) -> ShardedLoader[Any]:
+    loader: ShardedLoader[Any] = object.__new__(sharded_class(cls))
+    loader.__dict__.update(attributes)
     return loader
 
 
-def batches_left(loader: Any) -> int | None:
-    """Return the number of batches of the next iteration over a loader on this rank; ``None`` if it is unknown."""
-    inner = _under_bars(loader)
-    if isinstance(inner, Lockstep) or (isinstance(inner, ShardedLoader) and inner._sharding.uneven):
-        return None
-    try:
-        length = len(loader)
-        if not isinstance(inner, ShardedLoader) or length != len(inner):
-            return length
-        return inner.batches_to_come()
-    except TypeError:
-        return None
+_classes: dict[type, type] = {}
+
+
+def sharded_class(cls: type[DataLoader[Any]]) -> type:
+    """Return the class of loaders of a class that are sharded."""
+    if issubclass(cls, ShardedLoader):
+        return cls
+    if cls not in _classes:
+        check_iterator_hook(cls)
+        _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedLoader, cls), {"__module__": cls.__module__})
+    return _classes[cls]

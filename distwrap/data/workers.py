@@ -17,9 +17,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from distwrap import locked_folder
 from distwrap._internals.python import multiprocessing_settings
@@ -67,14 +68,18 @@ class WorkerFolder(RunPart):
             atexit.unregister(self._remove_folder)
 
 
-def explain(error: Exception) -> None:
-    """Raise an error with advice, where a loader with workers failed for a limit of the node.
+def explain_failures(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the workers' batches; where they fail for a limit of the node, raise an error with advice.
 
     Raises:
         LoaderError: names the limit, and how to lift it.
     """
-    advice = _advice(str(error)) if isinstance(error, (RuntimeError, OSError)) else ""
-    if advice:
+    try:
+        yield from batches
+    except (RuntimeError, OSError) as error:
+        advice = _advice(str(error))
+        if not advice:
+            raise
         rank = current_world().placement.rank
         raise LoaderError(
             f"rank {rank} on {socket.gethostname()}: a loader with workers failed with {first_line(error)!r}. {advice}"

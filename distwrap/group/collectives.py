@@ -33,7 +33,9 @@ def barrier() -> None:
     """Wait until every rank has called this; return at once in a single process."""
     if is_alone("barrier"):
         return
-    current_world().barrier()
+    world = current_world()
+    with world.part(Activity).exchanging_nothing():
+        world.barrier()
 
 
 @overload

@@ -5,7 +5,6 @@ Pickles go only between the caller and processes that it started, over sockets t
 other side; *by reference* (module and name) otherwise.
 """
 
-import os
 import pickle
 import sys
 import types
@@ -63,10 +62,11 @@ class NotSent(NamedTuple):
 
 def _sendable(rows: dict[str, Any]) -> dict[str, Any]:
     """Return rows of a registry, with a factory that explains itself for each that cannot be pickled."""
-    sent = dict(rows)
+    sent = {}
     for name, row in rows.items():
         try:
             dumps(row)
+            sent[name] = row
         except Exception as error:  # noqa: BLE001 - whatever is raised, the call may not need this one
             sent[name] = row._replace(factory=NotSent(name, f"{type(error).__name__}: {error}"), defaults={})
     return sent
@@ -137,14 +137,13 @@ def _check_reference(name: str, function: Callable[..., Any]) -> None:
 def _adopt_main(function: Callable[..., Any]) -> None:
     """Give this rank's ``__main__`` the names that a function sent by value brought along.
 
-    Then what is pickled by name on the rank (``torch.save(model)``, a loader's worker, a result) finds its classes; a
-    worker that is a fresh interpreter imports the script for that.
+    Then what is pickled by name on the rank (``torch.save(model)``, a loader's worker, a result) finds its classes.
     """
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType) and function.__module__ == "__main__":
         main = sys.modules["__main__"].__dict__
         for name, value in function.__globals__.items():
-            if os.path.isfile(value) if name == "__file__" else not (name.startswith("__") and name.endswith("__")):
+            if not (name.startswith("__") and name.endswith("__")):
                 main[name] = value
 
 

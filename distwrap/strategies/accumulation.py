@@ -13,8 +13,8 @@ from torch import nn
 
 from distwrap.checks import is_whole
 from distwrap.data.lockstep import Lockstep
+from distwrap.data.loops import batches_left, lockstep_of
 from distwrap.data.position import fetching_ahead, move
-from distwrap.data.sharded import batches_left, lockstep_of
 from distwrap.errors import LoaderError, OptionError
 from distwrap.group.world import current_world
 from distwrap.model.wrapped_models import bound_strategy, under_ddp

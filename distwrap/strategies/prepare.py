@@ -117,7 +117,8 @@ def wrap_model(
         model = cast("Model", in_precision.precision.weights(on_device(model, where)))
     models = world.part(WrappedModels)
     last = models.last
-    wrapped = chosen.prepare_model(model, world, wrapping)
+    with world.part(Activity).exchanging_nothing():
+        wrapped = chosen.prepare_model(model, world, wrapping)
     if not isinstance(wrapped, nn.Module):
         raise _of_no_use(wrapped, chosen, "prepare_model", "the module")
     world.part(LossScaling).add(model, in_precision.make_scaler())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
+from distwrap._internals.torch import collectives_begun
 from distwrap._internals.torch_data import batches_given
 from distwrap.frames import OURS
 from distwrap.places import place
@@ -45,12 +46,14 @@ class Activity:
             between two averages.
         wait_begun: the innermost wait for other ranks in which this one says that it is.
         stopwatch: the stopwatch of a run that reports where its time goes.
+        for_itself: the number of torch's collectives that distwrap has begun in calls that exchange no number of the
+            user's, as in `wrap_model`.
     """
 
     def __init__(self, world: object) -> None:
         self.helper = ""
         self.site = ""
-        self.collectives = self.turns = 0
+        self.collectives = self.turns = self.for_itself = 0
         self.latest: dict[int, tuple[str, str]] = {}
         self.averages: Callable[[], tuple[int, int]] = _no_averages
         self._loops: list[weakref.ref[Any]] = []  # that are under way, the innermost last
@@ -78,6 +81,20 @@ class Activity:
     def begun(self) -> tuple[int, int, int, int]:
         """Return what this rank has begun: eras, averages, collectives, turns."""
         return (*self.averages(), self.collectives, self.turns)
+
+    @contextmanager
+    def exchanging_nothing(self) -> Iterator[None]:
+        """Count torch's collectives within a ``with`` as those in which no number of the user's is exchanged."""
+        before = collectives_begun() or 0
+        try:
+            yield
+        finally:
+            self.for_itself += (collectives_begun() or 0) - before
+
+    def exchanged(self) -> int | None:
+        """Return how many exchanges of numbers this rank has begun; ``None`` where the backend does not count."""
+        begun = collectives_begun()
+        return None if begun is None else begun - self.for_itself
 
     def follow(self, batches: Iterable[Any]) -> None:
         """Remember a loader's iterator, to read the step from it when asked: counting would cost each step."""

@@ -20,9 +20,10 @@ def loader_of(**options: Any) -> DataLoader[Any]:
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
-    """copy_ahead costs nothing where there is nothing to copy to."""
-    loader = shard_loader(loader_of(), copy_ahead=True)
-    assert loader._sharding.copy_ahead is False
+    """copy_ahead costs nothing where there is nothing to copy to: the loader is the one handed over."""
+    loader = loader_of()
+    assert shard_loader(loader, copy_ahead=True) is loader
+    assert loader._sharding.copy_ahead is False  # type: ignore[attr-defined]
 
 
 def test_the_position_is_the_loops_on_a_device_too() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distwrap import rank, shard_loader
-from distwrap.data.epoch_check import digest
+from distwrap.data.epoch_check import _digest
 from distwrap.errors import LoaderError
 from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
@@ -69,7 +69,7 @@ def test_all_ranks_may_leave_early() -> None:
 @pytest.mark.filterwarnings("ignore:.*quant")
 def test_batches_of_quantised_tensors_are_compared() -> None:
     one, other = (torch.quantize_per_tensor(torch.full((9,), value), 0.5, 0, torch.quint8) for value in (1.0, 2.0))
-    assert digest([one]) == digest([one.clone()]) != digest([other])
+    assert _digest([one]) == _digest([one.clone()]) != _digest([other])
 
 
 def makes_loaders_anew() -> tuple[list[str], list[bool]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -109,57 +107,6 @@ def test_spawned_workers_too() -> None:
     options = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": "spawn"}
     taken = run_ranks(items_of, 2, ByWorker, options, {"mode": "exact"}, timeout=90)
     assert sorted(item for share in taken for item in share[0]) == list(range(N))
-
-
-def train_on(make: Callable[[], Any], options: dict[str, Any], split: Any) -> int:
-    steps = 0
-    for _ in shard_loader(DataLoader(make(), **options), split=split):
-        dist.all_reduce(torch.ones(1))
-        steps += 1
-    return steps
-
-
-class Ranked(IterableDataset[Any]):
-    """Has a column of that name."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([{"rank": number} for number in range(N)])
-
-
-class ByVariable(IterableDataset[int]):
-    """Takes its rank's part by a variable of the environment."""
-
-    def __iter__(self) -> Iterator[int]:
-        def items() -> Iterator[int]:
-            return iter(range(int(os.environ["RANK"]), N, 2))
-
-        return items()
-
-
-def test_a_column_is_no_rank() -> None:
-    """What a dataset's samples are called says nothing of the ranks; a variable does, in a function within too."""
-    with standing_on(0, 2):
-        assert len(list(shard_loader(DataLoader(Ranked(), batch_size=None), mode="exact"))) == N // 2
-        with pytest.raises(LoaderError, match="has the name 'RANK'"):
-            shard_loader(DataLoader(ByVariable()))
-
-
-class OwnShuffle(IterableDataset[int]):
-    """Shuffles by a generator of its own, which nobody seeds."""
-
-    def __iter__(self) -> Iterator[int]:
-        items = list(range(N))
-        random.Random().shuffle(items)
-        return iter(items)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_order_that_differs_between_ranks(workers: int) -> None:
-    """Shares of two orders overlap, which is an error; where it is said that the items are divided, it is right."""
-    options = {"batch_size": 2, "num_workers": workers}
-    with pytest.raises(LoaderError, match=r"some items are repeated and others left out"):
-        run_ranks(train_on, 2, OwnShuffle, options, "auto")
-    assert run_ranks(train_on, 2, OwnShuffle, options, "items") == [7, 7]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from distwrap import accumulate, rank, shard_loader, world_size
-from distwrap.data.sharded import batches_left
+from distwrap.data.loops import batches_left
 from distwrap.errors import LoaderError, OptionError
 from distwrap.testing import run_ranks
 from tests.data.ranks import batches, on_each_rank, standing_on

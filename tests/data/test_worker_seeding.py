@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from distwrap import shard_loader
-from distwrap.data.fetching import batch_seed, worker_seed
+from distwrap.data.worker_seeding import batch_seed, worker_seed
 from distwrap.testing import run_ranks
 from tests.data.ranks import standing_on
 from tests.snapshot import random_state

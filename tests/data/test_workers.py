@@ -204,34 +204,3 @@ def test_a_worker_without_its_rank_waits_for_the_lock_of_the_folder(monkeypatch:
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 1
         assert not folder.exists()
-
-
-OF_THE_SCRIPT = """
-import torch
-from torch.utils.data import DataLoader, Dataset
-from distwrap import distributed, gather, shard_loader
-
-class Data(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return index
-
-@distributed(nprocs=2, launcher="LAUNCHER", timeout=90)
-def main():
-    loader = DataLoader(Data(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
-    return sorted(gather(torch.cat(list(shard_loader(loader)))).tolist())
-
-if __name__ == "__main__":
-    assert main() == list(range(8))
-"""
-
-
-@pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])
-@pytest.mark.slow(INTERPRETERS)
-def test_workers_that_are_fresh_interpreters_find_the_scripts_classes(launcher: str, tmp_path: Path) -> None:
-    """Also where the function went to the ranks by value, and these have not run the script."""
-    script = tmp_path / "script.py"
-    script.write_text(OF_THE_SCRIPT.replace("LAUNCHER", launcher))
-    subprocess.run([sys.executable, str(script)], check=True, timeout=120)

@@ -8,10 +8,12 @@ import importlib.util
 import json
 import pkgutil
 import platform
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -177,6 +179,8 @@ def test_what_cannot_be_done_without_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("distwrap._internals.torch_data.get_worker_info", lambda: None)
     with pytest.raises(LoaderError, match="worker's information"):
         torch_data.show_worker_info(3)
+    with pytest.raises(LoaderError, match="makes its iterator"):
+        torch_data.check_iterator_hook(object)  # type: ignore[arg-type]
 
 
 def test_quiet_losses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +213,18 @@ def test_quiet_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not python_names.run_interpreter_end()
     monkeypatch.delattr("atexit._clear")
     assert not python_names.can_forget_exit_handlers()
+
+
+def test_the_generators_memory_is_known_or_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look sees each draw, and what is put back is drawn again; without the name, nothing is read or put."""
+    memory = python_names.GeneratorMemory()
+    assert memory.is_known
+    for draw in (random.random, numpy.random.rand):
+        before = memory.read()
+        assert memory.read() == before
+        drawn = draw()
+        assert memory.read() != before
+        memory.write(before)
+        assert draw() == drawn
+    monkeypatch.delattr(random, "_inst")
+    assert not python_names.GeneratorMemory().is_known

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from distwrap import distributed, gather_object, seed_everything, shard_loader
-from distwrap.data.fetching import BorrowedRandomness
-from distwrap.seeding import preserved, seed_generators
+from distwrap.seeding import BorrowedRandomness, preserved, seed_generators
 from distwrap.testing import run_ranks
 from tests.data.ranks import batches, on_each_rank, standing_on
 

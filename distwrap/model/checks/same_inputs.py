@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.utils.data import DataLoader
 
+from distwrap._internals.torch_data import IteratorHook
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import LoaderError
 from distwrap.group.tensor_exchange import ranks_of_shares
@@ -27,7 +28,6 @@ from distwrap.supervision.users_source import loops_around, place_of, users_fram
 
 _FIRST = 3  # forwards that are looked at, each; later ones after powers of two, until the ranks are seen to differ
 _ENOUGH = 64  # bytes that the batches say together: a few small whole numbers may be alike by chance
-_SHARDED = "distwrap.data.sharded"  # the module of loaders that are sharded
 _SAMPLE = 2**12  # bytes of a batch of which it is measured how much they say
 
 
@@ -161,6 +161,6 @@ def _plain_loop() -> str:
     """
     for frame in users_frames():
         for place, values in loops_around(frame):
-            if any(isinstance(value, DataLoader) and type(value).__module__ != _SHARDED for value in values):
+            if any(isinstance(value, DataLoader) and not isinstance(value, IteratorHook) for value in values):
                 return place
     return ""

@@ -13,8 +13,8 @@ What `local_model` or ``wrap_optimizer(apart=True)`` names is each rank's own, a
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from itertools import product
+from collections.abc import Iterable, Iterator
+from itertools import chain, product
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -181,15 +181,19 @@ class Unwrapped(RunPart):
 
     # Without an optimizer
 
-    def observers(self) -> list[Callable[[int, Any], None]]:
-        """Return what is to be called before the loop has a batch: it looks at models without an optimizer."""
-        return [self._look_before] if self._batches < _LOOKS[-1] else []
+    def first_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of a loader; before the first ones of a run, models without an optimizer are looked at."""
+        return batches if self._batches >= _LOOKS[-1] else chain(self._looked_at(batches), batches)
 
-    def _look_before(self, number: int, batch: Any) -> None:
-        if self._batches < _LOOKS[-1] and torch.is_grad_enabled():  # else it is no training
-            self._batches += 1
-            if self._batches in _LOOKS:
-                self._look()
+    def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if torch.is_grad_enabled():  # else it is no training
+                self._batches += 1
+                if self._batches in _LOOKS:
+                    self._look()
+            yield batch
+            if self._batches >= _LOOKS[-1]:
+                return
 
     def train_otherwise(self) -> None:
         """Note that an optimizer steps, or a wrapped model is averaged, and is watched by that."""

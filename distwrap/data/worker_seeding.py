@@ -5,80 +5,18 @@ the augmentation is the same for any number of workers, and in an epoch that goe
 of a batch travels with its indices. An iterable dataset has a stream of random numbers for each worker and epoch.
 """
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from distwrap._internals.python import GeneratorMemory
 from distwrap.data.position import Position
 from distwrap.seeding import GENERATORS, RandomState, mix, seed_generators
 
 _MASK = 2**63 - 1
-
-
-class BorrowedRandomness:
-    """A stream of random numbers of its own behind the global generators: theirs while lent, the caller's else.
-
-    Custom samplers draw from the global generators, or from one of their own, which is lent too. With the same seed on
-    every rank and in each epoch, all ranks see the same order, and the training loop's random numbers stay untouched.
-    No two of the generators share a stream. numpy's is exchanged as a whole: to read its state takes 100 us.
-    """
-
-    def __init__(self, seed: int, *generators: torch.Generator) -> None:
-        self._seed, self._generators = seed, (torch.default_generator, *generators)
-        self._state: tuple[Any, Any, list[torch.Tensor]] | None = None
-        self._outside: tuple[Any, Any, list[torch.Tensor]] | None = None
-        self._numpys: Any = None
-
-    @contextmanager
-    def lent(self, seed: int | None = None) -> Iterator[None]:
-        """Swap the streams for the time of a ``with``; with a seed, for one that begins there and ends with it."""
-        if seed is not None:
-            self._seed, self._state = seed, None
-        self.take()
-        try:
-            yield
-        finally:
-            self.give_back(ends=seed is not None)
-
-    def take(self) -> None:
-        """Put this stream behind the generators, if it is not there already."""
-        if self._outside is not None:
-            return
-        self._outside = self._capture()
-        if numpy := sys.modules.get("numpy"):
-            self._numpys = self._numpys or numpy.random.MT19937(0)
-            numpy.random.set_bit_generator(self._numpys)
-        if self._state is None:
-            seed_generators(self._seed)
-            for number, generator in enumerate(self._generators[1:]):
-                generator.manual_seed(mix("generator", self._seed, number))
-        else:
-            self._restore(self._state)
-
-    def give_back(self, *, ends: bool = False) -> None:
-        """Put the caller's stream back behind the generators, if it is not there already."""
-        if self._outside is not None:
-            self._state = None if ends else self._capture()
-            self._restore(self._outside)
-            self._outside = None
-
-    def _capture(self) -> tuple[Any, Any, list[torch.Tensor]]:
-        numpy = sys.modules.get("numpy")
-        numpys = numpy.random.get_bit_generator() if numpy else None
-        return numpys, random.getstate(), [generator.get_state() for generator in self._generators]
-
-    def _restore(self, state: tuple[Any, Any, list[torch.Tensor]]) -> None:
-        if state[0] is not None:
-            sys.modules["numpy"].random.set_bit_generator(state[0])
-        random.setstate(state[1])
-        for generator, own in zip(self._generators, state[2], strict=True):
-            generator.set_state(own)
 
 
 def worker_seed(seed: int, epoch: int, rank: int, worker: int, workers: int) -> int:
@@ -100,20 +38,13 @@ def batch_seed(seed: int, epoch: int, rank: int, world_size: int, step: int) -> 
     return (mix("batches", seed, epoch) + step * world_size + rank) & _MASK
 
 
-class _Seeded(NamedTuple):
-    """Indices of a batch, with its seed."""
-
-    seed: int
-    indices: Any
-
-
 class SeededIndices(Sampler[Any]):
-    """A sampler's indices, each item with the seed of its batch.
+    """A sampler's indices, each item with the seed of its batch in front.
 
     Args:
         sampler: what yields the indices of this rank's batches.
         position: the loop's position in the epoch that begins.
-        told: that epoch, where the sampler does not begin it; in shared memory where workers outlive it.
+        epoch: that epoch, int64, where the sampler does not begin it; in shared memory where workers outlive it.
         items_per_step: how many of the order's items all ranks take in a step.
         seed: of the run and the loader.
     """
@@ -122,20 +53,20 @@ class SeededIndices(Sampler[Any]):
         self,
         sampler: Any,
         position: Position,
-        told: torch.Tensor | None,
+        epoch: torch.Tensor | None,
         items_per_step: int,
         seed: int,
         rank: int,
         world_size: int,
     ) -> None:
-        self._sampler, self._position, self._told, self._items_per_step = sampler, position, told, items_per_step
+        self._sampler, self._position, self._epoch, self._items_per_step = sampler, position, epoch, items_per_step
         self._seed, self._rank, self._world_size = seed, rank, world_size
 
-    def __iter__(self) -> Iterator[_Seeded]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         begun = self._position.next
-        epoch = begun.epoch if self._told is None else int(self._told[0])
+        epoch = begun.epoch if self._epoch is None else int(self._epoch)
         for step, indices in enumerate(self._sampler, -(-begun.start // self._items_per_step)):
-            yield _Seeded(batch_seed(self._seed, epoch, self._rank, self._world_size, step), indices)
+            yield batch_seed(self._seed, epoch, self._rank, self._world_size, step), indices
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -144,8 +75,7 @@ class SeededIndices(Sampler[Any]):
 class SeededFetch(Dataset[Any]):
     """Dataset and collate function of a loader in one: fetches and collates a batch with its own random numbers.
 
-    torch's fetcher looks `SeededIndices` up in the dataset, which hands them on to the collate function. All else that
-    somebody asks of the dataset is the user's.
+    torch's fetcher looks `SeededIndices` up in the dataset, which hands them on to the collate function.
 
     Args:
         dataset: the user's dataset.
@@ -156,29 +86,47 @@ class SeededFetch(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
         self.dataset, self._collate, self._batched = dataset, collate, batched
         self.generators: Set[str] = GENERATORS
-        self._own: BorrowedRandomness | None = None
+        self._in_worker = False
+        self._is_first = True
+        self._quiet: GeneratorMemory | None = None  # where the batches so far have drawn nothing
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # of one that is being unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return index if isinstance(index, _Seeded) else self.dataset[index]
+    def __getitem__(self, seeded_indices: tuple[int, Any]) -> Any:
+        return seeded_indices
 
     __getitems__ = __getitem__
 
-    def __call__(self, batch: _Seeded) -> Any:
-        if get_worker_info() is not None:
-            seed_generators(batch.seed, self.generators)
-            return self._fetch(batch.indices)
-        # In the rank's own process the random numbers are the training loop's, and are given back.
-        self._own = self._own or BorrowedRandomness(0)
-        with self._own.lent(batch.seed):
-            return self._fetch(batch.indices)
+    def __call__(self, seeded_indices: tuple[int, Any]) -> Any:
+        seed, indices = seeded_indices
+        if self._in_worker:
+            seed_generators(seed, self.generators)
+            return self._fetch(indices)
+        # In the rank's own process the random numbers are the training loop's, and are given back. That costs more
+        # than many a batch: after a first one that has drawn nothing, torch's alone are, and a look at the others tells
+        # whether a batch draws after all, which is then fetched again.
+        if self._quiet is not None:
+            before, torchs = self._quiet.read(), torch.get_rng_state()
+            torch.default_generator.manual_seed(seed)
+            try:
+                batch = self._fetch(indices)
+            finally:
+                torch.set_rng_state(torchs)
+                draws = self._quiet.read() != before
+                if draws:
+                    self._quiet.write(before)
+            if not draws:
+                return batch
+            self._quiet = None
+        outside = RandomState.capture()
+        seed_generators(seed)
+        memory = GeneratorMemory() if self._is_first else None
+        before = memory.read() if memory is not None else []
+        try:
+            return self._fetch(indices)
+        finally:
+            if memory is not None and memory.is_known and memory.read() == before:
+                self._quiet = memory
+            self._is_first = False
+            outside.restore()
 
     def _fetch(self, indices: Any) -> Any:
         dataset = self.dataset
@@ -188,7 +136,8 @@ class SeededFetch(Dataset[Any]):
         return self._collate(fetch_all(indices) if fetch_all else [dataset[index] for index in indices])
 
     def enter_worker(self, info: Any, seed_of: Callable[[int], int]) -> None:
-        """Do nothing more: the seed of each batch comes with it."""
+        """Note that this is a worker's copy."""
+        self._in_worker = True
 
 
 class WorkerInit:
