@@ -24,6 +24,7 @@ from distwrap import simulated
 from distwrap._internals.torch_prove import watched, without_dropout
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.group.world import active_world
+from distwrap.model.batch_norm import CPUSyncBatchNorm
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
@@ -32,7 +33,7 @@ from distwrap.strategies.pipeline.remote import RemoteTensor, is_here
 from distwrap.supervision import stacks
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w.]*\w)")
-_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _KEPT = 256  # numbers of a tensor
 _OF_NUMBERS = (2.5e-7, 2.5e-9)  # their epsilon; in float64 too some are computed in float32
 _OF_STAGES = "distwrap.strategies.pipeline"
@@ -199,7 +200,7 @@ class _Rank:
                 if type(value) is Tensor:
                     step.tensors["state"][f"{name} ({key})"] = _sketch(value, is_sum=True)
         modules = [module for root in self._roots.values() for module in root.modules()]
-        normalizing = [each for each in modules if isinstance(each, _BATCH_NORM) and each.training]
+        normalizing = [each for each in modules if _is_by_batch(each)]
         running = {id(buffer) for module in normalizing for buffer in module.buffers()}
         self.seen.statistics |= bool(normalizing)
         buffers = [
@@ -347,3 +348,8 @@ def _sketch(value: Any, *, is_sum: bool = False) -> Sketch:
         drawn = torch.randint(2, (count,), generator=torch.Generator().manual_seed(0), dtype=torch.int8, device="cpu")
         values = nn.functional.pad(values * (2 * drawn - 1), (0, -count % _KEPT)).view(-1, _KEPT).sum(0)
     return Sketch(values, torch.finfo(whole.dtype).eps if whole.is_floating_point() else 0.0, whole.shape)
+
+
+def _is_by_batch(module: nn.Module) -> bool:
+    """Return whether a module normalizes by the statistics of this rank's batch."""
+    return isinstance(module, _BATCH_NORMS) and module.training and not isinstance(module, CPUSyncBatchNorm)

@@ -15,7 +15,7 @@ DOCUMENTED = {"_exit", "_fields", "_asdict", "_make", "_replace"}
 DOCUMENTED |= {"_self_parent", "_self_instance"}  # wrapt: what begins with _self_ belongs to who derives from a proxy
 ASKED_BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 # Functions and classes of _internals that need no private name.
-OF_PUBLIC_NAMES = {"replaced", "answering", "set_metadata", "worker_info_shown", "IteratorHook"}
+OF_PUBLIC_NAMES = {"replaced", "answering", "set_metadata", "worker_info_shown", "IteratorHook", "batch_norm_of_all"}
 
 # Each is an offence.
 PLANTED = (

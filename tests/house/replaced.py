@@ -14,8 +14,13 @@ from tests.house.package import PACKAGE, nodes
 
 _STREAMS = "Python's own place for a stream of the process"
 _HOOK = "Python's own place for what is called with an uncaught exception"
+_LOADER = "a copy of the user's loader that is to pass for one: the data room's own affair"
 _WHOLE = "a parameter that the model no longer has: any use of it is to be an error"
 ALLOWED = {
+    ("data/loader.py", "loader.__class__"): "local_model's loader is the user's own object",
+    ("data/sharded.py", "sampler.__class__"): "the order of a RandomSampler is to be known, and the sampler is shared",
+    ("data/sharded.py", "loader.__class__"): _LOADER,
+    ("data/sharded.py", "result.__class__"): _LOADER,
     ("data/workers.py", "sys.excepthook"): _HOOK,
     ("devices/transfer.py", "parameter.__class__"): "restores the class that torch's own move has lost",
     ("devices/transfer.py", "torch.empty(0).data"): "a tensor made here, to ask what torch accepts",

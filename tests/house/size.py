@@ -37,27 +37,27 @@ def _strategies(words: str) -> tuple[str, ...]:
 # A row is raised by a commit of its own, which gives the reason. The comment says which part of halving the package
 # takes it to its goal.
 ROWS = {
-    "modules": Row(1850 - 190, 2504, 2073, ("",)),  # falls with part 3
+    "modules": Row(1850 - 190, 2537, 2107, ("",)),  # falls with part 3
     "protocols": Row(190, 157, 189, ("protocols.py",)),
-    "_internals": Row(650, 1211, 1232, ("_internals/",)),  # part 1
+    "_internals": Row(650, 1263, 1285, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2017, 1956, ("checkpoint/",)),  # part 3
-    "cli": Row(650, 1137, 983, ("cli/",)),  # part 3
+    "cli": Row(650, 1149, 994, ("cli/",)),  # part 3
     "comm": Row(1250, 1637, 1666, ("comm/",)),  # part 1
     "convert": Row(2200, 2712, 2434, ("convert/",)),  # with the converter
-    "data": Row(1400, 2290, 2131, ("data/",)),  # part 3
+    "data": Row(1400, 2362, 2230, ("data/",)),  # part 3
     "devices": Row(430, 506, 515, ("devices/",)),  # part 1
     "environments": Row(420, 544, 482, ("environments/",)),  # part 3
-    "group": Row(1000, 1590, 1522, ("group/",)),  # part 3
+    "group": Row(1000, 1592, 1524, ("group/",)),  # part 3
     "launch": Row(2300, 3622, 3425, ("launch/",)),  # part 3
-    "model": Row(850, 1171, 1168, ("model/",)),  # part 1; the wrapped model
-    "model: checks": Row(750, 1030, 980, ("model/checks/",)),  # part 1
+    "model": Row(850, 1207, 1207, ("model/",)),  # part 1; the wrapped model
+    "model: checks": Row(750, 1034, 984, ("model/checks/",)),  # part 1
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 284, 270, ("precision/",)),  # part 1
-    "prove": Row(700, 923, 851, ("prove/",)),  # part 3
-    "supervision": Row(800, 1449, 1494, ("supervision/",)),  # part 3
+    "prove": Row(700, 927, 856, ("prove/",)),  # part 3
+    "supervision": Row(800, 1460, 1505, ("supervision/",)),  # part 3
     "testing": Row(1300, 1200, 1210, ("testing/",)),  # part 1
     "timing": Row(650, 773, 728, ("timing/",)),  # part 1
-    "strategies: ddp and its like": Row(1100, 1258, 1160, ("strategies/",)),  # part 1; with the front door
+    "strategies: ddp and its like": Row(1100, 1259, 1161, ("strategies/",)),  # part 1; with the front door
     "strategies: zero1": Row(
         430, 438, 371, _strategies("zero.py optimizer_scope.py")
     ),  # part 2
@@ -71,7 +71,7 @@ ROWS = {
     "strategies: matrix optimizers": Row(200, 0, 0, _strategies("matrix")),
     "strategies: engines": Row(1100, 1756, 1552, _strategies("deepspeed/ hivemind/ horovod.py")),  # part 2
 }  # fmt: skip
-FILES, FILES_GOAL = 331, 290
+FILES, FILES_GOAL = 337, 290
 
 # A limit above its goal lies above what is there by this at most, so that what has fallen stays so.
 SLACK = 100
