@@ -29,7 +29,7 @@ def add_arguments(commands: Any) -> None:
         if declared.text is not None:
             words = [*_SHORT.get(name, []), f"--{name.replace('_', '-')}"]
             parser.add_argument(*words, metavar="X", help=declared.line.replace("%", "%%"))
-    add_script(parser)
+    add_script(parser, ", which finds its process group made: one with torch's init_process_group() is for torchrun")
     parser.set_defaults(run=lambda given: run(_told_apart(given, parser)))
 
 

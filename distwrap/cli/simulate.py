@@ -21,9 +21,9 @@ def add_arguments(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_script(parser: argparse.ArgumentParser) -> None:
+def add_script(parser: argparse.ArgumentParser, kind: str = ", with distwrap or nothing but torch.distributed") -> None:
     """Add a script and its own arguments, which come last."""
-    parser.add_argument("script", help="a Python file, with distwrap or with nothing but torch.distributed")
+    parser.add_argument("script", help=f"a Python file{kind}")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own")
 
 

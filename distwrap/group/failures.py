@@ -65,7 +65,7 @@ def is_secondary(error: BaseException) -> bool:
     seen: set[int] = set()  # a chain may lead back, as where a cause is raised in place of what it has caused
     while earlier is not None and id(earlier) not in seen:
         seen.add(id(earlier))
-        if getattr(earlier, "secondary", False) is True or _lost_a_peer(earlier):
+        if (isinstance(earlier, DistwrapError) and earlier.secondary) or _lost_a_peer(earlier):
             return True
         if isinstance(earlier, DistwrapError) and not isinstance(earlier, CheckpointError):
             return False  # which tells of any error of a save or a load

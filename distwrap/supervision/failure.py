@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from distwrap.errors import DistwrapError
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -50,14 +52,15 @@ class Failure:
     def of(cls, error: BaseException, rank: int, **known: Any) -> Failure:
         """Return the failure of a rank with an exception, by default of this process and now."""
         kind, args = type(error), list(error.args)
+        ours = error if isinstance(error, DistwrapError) else None  # another's attributes may be anything
         facts: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "time": time.time(),
             "text": in_words(error),
             "kind": (kind.__module__, kind.__qualname__),
-            "exitcode": getattr(error, "exitcode", None),
-            "signal": getattr(error, "signal", None),
+            "exitcode": getattr(ours, "exitcode", None),
+            "signal": getattr(ours, "signal", None),
             "arguments": args if _is_plain(args) else None,
             "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
         }

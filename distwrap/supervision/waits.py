@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from distwrap._internals.torch import collectives_begun
+from distwrap.frames import is_ours
 from distwrap.network.waiting import Clock
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity, Kind
 
-_DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
+_TORCH = os.path.dirname(torch.__file__)
+_DISTRIBUTED = (os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "nn", "parallel", "distributed.py"))
 _BACKWARD = os.path.join("torch", "autograd", "graph.py")
 _LONGEST_GAP = 1.0  # of seconds between two looks that counts: a process that was stopped has not waited
 _SHORTEST_GAP = 0.1  # of seconds between two measurements of the process's CPU time
@@ -114,7 +116,8 @@ class MainThread:
 def _waits_in(line: stacks.Line) -> bool:
     """Return whether a thread that stands in a line is in a backward of torch's, or in the ``wait`` of its work."""
     file, number, _ = line
-    return file.endswith(_BACKWARD) or (stacks.is_users(file) and ".wait(" in linecache.getline(file, number))
+    calls = stacks.is_users(file) or is_ours(file)
+    return file.endswith(_BACKWARD) or (calls and ".wait(" in linecache.getline(file, number))
 
 
 def _peers_in_torch(frame: FrameType | None) -> tuple[int, ...] | None:

@@ -57,7 +57,7 @@ def _train(comms: list[str]) -> dict[str, list[float]]:
             optimizer.step()
         consolidate(model)
         assert_in_sync(model)
-        found[comm] = [float(parameter.sum()) for parameter in model.parameters()]
+        found[comm] = [parameter.sum().item() for parameter in model.parameters()]
     return found
 
 

@@ -89,6 +89,7 @@ def test_a_learning_rate_of_each_ranks_own() -> None:
         run_ranks(on_rank, 2)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.slow("others of its kind are in `make test`")
 def test_learning_rates_that_move_alike() -> None:
     """Per step, by hand, and by groups of parameters: nobody is refused, also where a rank is ahead."""

@@ -54,7 +54,7 @@ ROWS = {
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 284, 270, ("precision/",)),  # part 1
     "prove": Row(700, 927, 856, ("prove/",)),  # part 3
-    "supervision": Row(800, 1460, 1505, ("supervision/",)),  # part 3
+    "supervision": Row(800, 1465, 1510, ("supervision/",)),  # part 3
     "testing": Row(1300, 1200, 1210, ("testing/",)),  # part 1
     "timing": Row(650, 773, 728, ("timing/",)),  # part 1
     "strategies: ddp and its like": Row(1100, 1259, 1161, ("strategies/",)),  # part 1; with the front door

@@ -114,6 +114,31 @@ def test_exception_in_its_own_type(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_with_attributes_that_ours_have(launcher: str) -> None:
+    """What another's exception calls signal, exitcode or secondary says nothing of the rank's end."""
+
+    @distributed(launcher=launcher, nprocs=2)
+    def fails() -> None:
+        if dw.rank() == 1:
+            error: Any = ValueError("mine")
+            error.signal, error.exitcode, error.secondary = threading.Lock(), lambda: 0, True
+            raise error
+
+    with pytest.raises(WorkerError, match=r"ValueError: mine \(this exception cannot be pickled"):
+        fails()
+
+    @distributed(launcher=launcher, nprocs=2)
+    def fails_first() -> None:
+        if dw.rank() == 1:
+            error: Any = ValueError("mine")
+            error.signal = error.secondary = True
+            raise error
+
+    with pytest.raises(ValueError, match="mine"):
+        fails_first()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_exception_class_of_the_callers_function(launcher: str) -> None:
     """An exception class defined inside a function is the caller's, where the function was sent; a fork's is a copy."""
 

@@ -158,6 +158,7 @@ def test_in_mixed_precision_with_clipping(precision: str) -> None:
     assert one == pytest.approx(alone, abs=3e-3)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.slow("others of its kind are in make test")
 def test_several_models_and_compiled_ones() -> None:
     """Of several models, one compiled around its wrapper, all follow the window."""

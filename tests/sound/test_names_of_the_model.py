@@ -414,6 +414,7 @@ class Checkpointed(nn.Module):
             optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("method", few(["training_step", "fit", "whole", "loss"], 1))
 def test_checkpointing_in_a_method_that_calls_backward(method: str, reentrant: bool) -> None:

@@ -17,14 +17,15 @@ from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 
 
+class LocalError(Exception):
+    """One of this module's."""
+
+
 @pytest.mark.slow("imports torch's compiler in each rank")
 def test_what_the_caller_has_made_is_found_in_a_forked_rank() -> None:
     """An optimizer that the caller made goes on with the divided parameters, and its scaler is seen."""
     if fork_safety.refusal():
         pytest.skip("a thread of another test's")
-
-    class LocalError(Exception):
-        pass
 
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -140,7 +140,7 @@ def _late() -> float:
         patch.setattr(rendezvous.Rendezvous, "__init__", slow)
         torch.manual_seed(0)
         model = dw.wrap_model(nn.Linear(4, 1), strategy="fsdp")
-    return float(model(torch.ones(1, 4)))
+    return model(torch.ones(1, 4)).item()
 
 
 @pytest.mark.slow("waits for a limit to pass")
@@ -161,7 +161,7 @@ def _waits_for_a_third() -> float:
         time.sleep(rendezvous.STUCK_SECONDS + 3 * rendezvous.ASK_SECONDS)
         torch.distributed.send(told, 1)
     with torch.no_grad():
-        return float(model(torch.ones(1, 4)))
+        return model(torch.ones(1, 4)).item()
 
 
 @pytest.mark.slow("waits for a limit to pass")

@@ -85,6 +85,14 @@ def in_gather_object(busy: Callable[[], None]) -> None:
     dw.gather_object("here")
 
 
+def in_second_forward(busy: Callable[[], None]) -> None:
+    """DDP arranges its buckets anew there, with the other ranks."""
+    model = dw.wrap_model(torch.nn.Linear(1, 1))
+    model(torch.ones(1, 1)).sum().backward()
+    busy()
+    model(torch.ones(1, 1)).sum().backward()
+
+
 def in_plain_all_reduce(busy: Callable[[], None]) -> None:
     busy()
     dist.all_reduce(torch.ones(1))
@@ -138,6 +146,7 @@ def in_save(busy: Callable[[], None]) -> None:
 WAITS = {
     in_backward: "backward",
     in_rank_zero_first: "rank_zero_first",
+    in_second_forward: "forward",
     in_plain_all_reduce: "all_reduce",
     in_barrier: "barrier",
     in_mean: "mean",
