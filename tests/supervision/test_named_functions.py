@@ -42,7 +42,7 @@ def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
 def test_files_that_are_named_are_there() -> None:
     """A file or folder by whose path a stack is read is in torch or in distwrap."""
     assert all((TORCH.parent / file).is_file() for file in FILES)
-    assert all(Path(path).exists() for path in (waits._DISTRIBUTED, *stacks.LOOPS))
+    assert all(Path(path).exists() for path in (*waits._DISTRIBUTED, *stacks.LOOPS))
 
 
 @pytest.mark.slow("others of its kind are in make test")
