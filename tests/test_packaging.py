@@ -177,7 +177,7 @@ def test_the_wheel_has_the_commands(elsewhere: Path) -> None:
     script = subprocess.run([elsewhere / "env/bin/distwrap", "--version"], capture_output=True, text=True, timeout=100)
     assert distwrap.__version__ in script.stdout
     diff = run_elsewhere(elsewhere, "-m", "distwrap", "convert", "examples/digits_plain.py")
-    assert "+    model = wrap_model(Net())" in diff
+    assert "+    model = wrap_model(model)" in diff
 
 
 @pytest.mark.nightly(row="packaging", why="`make check` builds one")
