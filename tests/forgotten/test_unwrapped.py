@@ -13,7 +13,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap.errors import ModelError
-from distwrap.testing import run_ranks
+from distwrap.testing import run_ranks, simulate
 from tests.forgotten.nets import Net
 
 
@@ -290,6 +290,57 @@ def test_in_a_function_of_one_rank() -> None:
 
     first, second = run_ranks(lambda: probe(), 2)
     assert first == second
+
+
+def attacked() -> str:
+    model = dw.wrap_model(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        x = inputs(step, dw.rank())
+        noise = torch.zeros_like(x, requires_grad=True)
+        attack = torch.optim.SGD([noise], lr=0.1)
+        for _ in range(10):
+            (noise.grad,) = torch.autograd.grad(-model(x + noise).square().sum(), noise)
+            attack.step()
+            attack.zero_grad()
+        model(x + noise.detach()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return "fine"
+
+
+def test_an_attack_on_each_ranks_own_samples() -> None:
+    """Tensors in no module, of an optimizer that lasts for one batch, may differ."""
+    assert run_ranks(attacked, 2) == ["fine", "fine"]
+
+
+def averaged_then_wrapped() -> str:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(inputs(step, dw.rank())).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = dw.reduce(parameter.grad, "mean")
+        optimizer.step()
+        optimizer.zero_grad()
+    dw.wrap_model(Net())
+    return "fine"
+
+
+def wrapped_at_second_try() -> str:
+    net = Net()
+    wrap: Any = dw.wrap_model
+    with pytest.raises(TypeError) as refusal:
+        wrap(net, process_group="x")
+    steps(by_hand(net), torch.optim.SGD(net.parameters(), lr=0.1))
+    return "fine" if refusal.tb is not None else ""  # which has held the wrapper
+
+
+@pytest.mark.parametrize("program", [averaged_then_wrapped, wrapped_at_second_try])
+def test_beside_a_wrapper_that_is_not_built(program: Callable[[], str]) -> None:
+    """A wrapper that another simulated rank builds, or that was refused its model, is not looked at."""
+    ranks = run_ranks if program is wrapped_at_second_try else simulate
+    assert ranks(program, 2) == ["fine", "fine"]
 
 
 @pytest.mark.parametrize(

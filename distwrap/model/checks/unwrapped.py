@@ -45,37 +45,49 @@ _LOOKS = (2, 3, 4, 8)  # batches of a run, before each of which the parameters a
 
 
 class UnwrappedTensorWatch(Watch):
-    """Watch over what an optimizer holds that is in no wrapped model."""
+    """Watch over what an optimizer holds that is in no wrapped model.
+
+    Args:
+        is_loose: whether no module has any of it, as an attack on samples of this rank, which lasts for one batch: it
+            is then compared only where a wrapped model was averaged between two steps.
+    """
 
     unit = "steps"
     way_out = " If it is each rank's own on purpose, say wrap_optimizer(optimizer, apart=True)."
 
-    def __init__(self, world: World, optimizer: Optimizer, key: str, ranks: list[int]) -> None:
-        self._optimizer, self._unwrapped = ref(optimizer), world.part(Unwrapped)
-        self._words: dict[str, str] = {}  # of each tensor, made in time: at the end its module may be gone
+    def __init__(self, world: World, optimizer: Optimizer, key: str, ranks: list[int], is_loose: bool) -> None:
+        self._optimizer, self._unwrapped, self._is_loose = ref(optimizer), world.part(Unwrapped), is_loose
+        self._models, self._activity, self._averages = world.part(WrappedModels), world.part(Activity), -1
         super().__init__(world, f"what {type(optimizer).__name__} holds outside of wrapped models", key, ranks)
+
+    def average(self) -> None:
+        before, self._averages = self._averages, self._activity.averages()[1]
+        if not self._is_loose or before != self._averages or self._models.last is None:
+            super().average()
 
     def held(self) -> list[ComparedTensor]:
         """Return the tensors that have had a gradient, and the learning rates if no wrapped model has them too."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        tensors, known = parameters_of(optimizer), self._unwrapped.known()
-        trained = {
-            f"tensor {number} of {type(optimizer).__name__}": tensor
-            for number, (key, tensor) in enumerate(tensors.items())
-            if key not in known and tensor.grad is not None
-        }
-        if not trained.keys() <= self._words.keys():
-            self._words |= _in_words(trained)
-        rates = [] if tensors.keys() & known else learning_rates([optimizer])
-        return [*rates, *(ComparedTensor(name, "", tensor) for name, tensor in trained.items())]
+        rates = [] if parameters_of(optimizer).keys() & self._unwrapped.known() else learning_rates([optimizer])
+        trained = [ComparedTensor(name, "", each) for name, each in self._tensors().items() if each.grad is not None]
+        return [*rates, *trained]
+
+    def _tensors(self) -> dict[str, nn.Parameter]:
+        """Return by name what the optimizer holds in no wrapped model; nothing if it is gone."""
+        optimizer, known = self._optimizer(), self._unwrapped.known()
+        held = parameters_of(optimizer) if optimizer is not None else {}
+        kind, tensors = type(optimizer).__name__, enumerate(held.items())
+        return {f"tensor {number} of {kind}": tensor for number, (key, tensor) in tensors if key not in known}
 
     def end(self) -> None:
         if self._optimizer() is not None:
             self._publish("end", 0)
 
     def cause_of(self, difference: str) -> str:
-        return next((words for name, words in self._words.items() if repr(name) in difference), "")
+        tensors = self._tensors()
+        found = next((tensor for name, tensor in tensors.items() if repr(name) in difference), None)
+        return "" if found is None else _in_words(found, list(tensors.values()))
 
 
 class Unwrapped(RunPart):
@@ -92,7 +104,7 @@ class Unwrapped(RunPart):
         self.local: WeakSet[nn.Module] = WeakSet()
         self.per_rank: WeakSet[Optimizer] = WeakSet()
         self.watches: WeakKeyDictionary[Optimizer, UnwrappedTensorWatch] = WeakKeyDictionary()
-        self._latest: deque[UnwrappedTensorWatch] = deque(maxlen=_KEPT)  # also of optimizers that are gone
+        self._latest: deque[UnwrappedTensorWatch] = deque(maxlen=_KEPT)  # also of optimizers that are gone, none loose
         self._keys: Counter[str] = Counter()
         self._batches = 0
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -116,7 +128,7 @@ class Unwrapped(RunPart):
             ModelError: names the module's class, and the line that has made the optimizer.
         """
         held = parameters_of(optimizer)
-        modules = [each for each in instances(nn.Module) if not _is_released(each)]
+        modules = _modules()
         model = _model_of(held, modules)
         if model is None or self._world.part(CollectiveGuard).function or _is_torchs(held, modules):
             return
@@ -169,9 +181,11 @@ class Unwrapped(RunPart):
     def watch(self, optimizer: Optimizer, ranks: list[int]) -> None:
         """Watch over what an optimizer holds that is in no wrapped model, where other ranks have one like it."""
         if self._world.channel is not None and optimizer not in self.watches:
-            key = self._key(optimizer, parameters_of(optimizer).values())
-            self.watches[optimizer] = UnwrappedTensorWatch(self._world, optimizer, key, ranks)
-            self._latest.append(self.watches[optimizer])
+            held = parameters_of(optimizer)
+            is_loose = held.keys().isdisjoint(self.known()) and _model_of(held, _modules()) is None
+            key = self._key(optimizer, held.values())
+            self.watches[optimizer] = UnwrappedTensorWatch(self._world, optimizer, key, ranks, is_loose)
+            self._latest.extend([] if is_loose else [self.watches[optimizer]])
 
     def _key(self, thing: object, tensors: Iterable[torch.Tensor]) -> str:
         """Return a key that is alike on ranks that have as many things of this kind."""
@@ -257,8 +271,13 @@ class Unwrapped(RunPart):
             watch.comparison.finish()
 
 
+def _modules() -> list[nn.Module]:
+    """Return the modules of this process that can be looked at."""
+    return [each for each in instances(nn.Module) if not _is_released(each)]
+
+
 def _is_released(module: nn.Module) -> bool:
-    """Return whether a module is a wrapper of ours whose run has ended, as that of a simulated rank beside this one."""
+    """Return whether a module is a wrapper of ours without its model: not built, or of a run that has ended."""
     return isinstance(module, TransparentModule) and "_distwrap_model" not in vars(module)
 
 
@@ -288,18 +307,15 @@ def _is_torchs(held: dict[int, nn.Parameter], modules: list[nn.Module]) -> bool:
     return bool(held.keys() & averaged) or any(hasattr(tensor, "placements") for tensor in held.values())
 
 
-def _in_words(tensors: dict[str, nn.Parameter]) -> dict[str, str]:
-    """Return for each tensor of an optimizer, by its name, which module it is of, and what to do."""
-    model = _model_of({id(tensor): tensor for tensor in tensors.values()}, instances(nn.Module))
-    own = {id(tensor): name for name, tensor in model.named_parameters()} if model is not None else {}
-    kind, found = type(model).__name__, {}
-    for key, tensor in tensors.items():
-        name, shape = own.get(id(tensor)), tuple(tensor.shape)
-        found[key] = (
-            f"That tensor, of shape {shape}, is in no module: make it a parameter of the model before wrap_model()."
-            if name is None
-            else f"That tensor is {name!r} of {kind}, of shape {shape}, and wrap_model() has not wrapped this {kind}, "
-            "so that its gradients are not averaged (DW104): wrap it too before the loop, as in head = "
-            "wrap_model(head), and train what it returns."
-        )
-    return found
+def _in_words(tensor: nn.Parameter, beside: list[nn.Parameter]) -> str:
+    """Return which module a tensor is of that an optimizer holds beside others, and what to do."""
+    model, shape = _model_of({id(each): each for each in beside}, _modules()), tuple(tensor.shape)
+    own = {id(each): name for name, each in model.named_parameters()} if model is not None else {}
+    name, kind = own.get(id(tensor)), type(model).__name__
+    if name is None:
+        return f"That tensor, of shape {shape}, is in no module: make it a parameter of the model before wrap_model()."
+    return (
+        f"That tensor is {name!r} of {kind}, of shape {shape}, and wrap_model() has not wrapped this {kind}, so that "
+        "its gradients are not averaged (DW104): wrap it too before the loop, as in head = wrap_model(head), and train "
+        "what it returns."
+    )
