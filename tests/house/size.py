@@ -50,7 +50,7 @@ ROWS = {
     "group": Row(1000, 1592, 1524, ("group/",)),  # part 3
     "launch": Row(2300, 3622, 3425, ("launch/",)),  # part 3
     "model": Row(850, 1207, 1207, ("model/",)),  # part 1; the wrapped model
-    "model: checks": Row(750, 1034, 984, ("model/checks/",)),  # part 1
+    "model: checks": Row(750, 1039, 997, ("model/checks/",)),  # part 1
     "network": Row(540, 764, 748, ("network/",)),  # part 3
     "precision": Row(190, 284, 270, ("precision/",)),  # part 1
     "prove": Row(700, 927, 856, ("prove/",)),  # part 3
