@@ -27,10 +27,11 @@ from table import Row, report
 
 from distwrap.environments import Placement
 from distwrap.network import stores
-from distwrap.supervision import failure_news, stall_detection
+from distwrap.supervision import failure_news, notifier, observer
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.channel import TICK_SECONDS, Channel
 from distwrap.supervision.notifier import Notifier
+from distwrap.supervision.waits import MainThread
 
 PROCESSES = 4
 A_NODE = 8
@@ -237,9 +238,9 @@ class _Ringing(_Simulated):
 
     def __init__(self, store: Any, asked: Counter[str], ranks: int, mine: range) -> None:
         super().__init__(store, asked, ranks, mine)
-        failure_news.NEWS_SECONDS = stall_detection.COLLECTIVE_SECONDS = 0.0
+        failure_news.NEWS_SECONDS = observer.COLLECTIVE_SECONDS = 0.0
         failure_news.end_process = lambda rank, why: self.hear(rank)  # type: ignore[assignment,return-value]
-        stall_detection.StallDetector._main_thread_moved = lambda _: self.moves  # type: ignore[method-assign]
+        MainThread.look = lambda thread: self._look_at(thread)  # type: ignore[assignment,method-assign]
         here = json.dumps({"node": "simulated", "host": "simulated"})
         for rank in mine:
             store.set(f"here/{rank}", here)
@@ -248,13 +249,18 @@ class _Ringing(_Simulated):
         self.channels = {}
         for rank in mine:
             node = rank // A_NODE
-            bells.node = lambda node=node: f"node {node}"  # type: ignore[assignment,misc]
+            notifier.node = lambda node=node: f"node {node}"  # type: ignore[assignment,misc]
             place = Placement(rank, ranks, rank % A_NODE, A_NODE, node, -(-ranks // A_NODE), "127.0.0.1", 1)
             rings = Notifier(self.clients[rank], place)  # type: ignore[arg-type]
             channel = Channel(rings, place, Activity(None), False, STILL_SECONDS, b"")  # type: ignore[arg-type]
             channel._report = self._reporting(channel)  # type: ignore[method-assign]
             channel.work.serve(f"alike/{rank}", lambda request, waited: b"")
             self.channels[rank] = channel
+
+    def _look_at(self, thread: Any) -> bool:
+        now, before = time.monotonic(), thread._looked
+        thread.still, thread._looked = 0.0 if self.moves else thread.still + now - before, now
+        return self.moves
 
     def look(self, rank: int) -> None:
         self.channels[rank].look()
