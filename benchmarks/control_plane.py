@@ -30,6 +30,7 @@ from distwrap.network import stores
 from distwrap.supervision import failure_news, notifier, observer
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.channel import TICK_SECONDS, Channel
+from distwrap.supervision.failure import Failure
 from distwrap.supervision.notifier import Notifier
 from distwrap.supervision.waits import MainThread
 
@@ -268,7 +269,8 @@ class _Ringing(_Simulated):
     def fail(self) -> None:
         rank = self.mine[0]
         self.hear(rank)
-        threading.Thread(target=self.channels[rank].failures.tell, args=("it has failed", ""), daemon=True).start()
+        failure = Failure.in_own_words(rank, "it has failed")
+        threading.Thread(target=self.channels[rank].failures.tell, args=(failure,), daemon=True).start()
 
     def _reporting(self, channel: Channel) -> Any:
         """Return what reports the stall in a thread of its own: the other ranks of this process must answer."""
