@@ -199,7 +199,7 @@ class StateLayout(ABC):
     def holders(self, thing: nn.Module | Optimizer) -> Mapping[int, Collection[int]] | None:
         """Return the ranks that hold each tensor of a model, or the state of each parameter of an optimizer, by its id.
 
-        Tensors that are not among them are ``DTensor``s, or on every rank.
+        Tensors that are not among them are each a ``DTensor``, or on every rank.
 
         Returns:
             ``None`` if every rank has the whole state, or the strategy puts it together by methods of its own.
