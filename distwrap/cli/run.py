@@ -14,7 +14,8 @@ from distwrap.errors import DistwrapError, OptionError
 from distwrap.options import DECLARATIONS, from_text
 from distwrap.tracebacks import as_text
 
-_SHORT = {"nprocs": ["-n"]}
+# The options of the decorator that a word can say, each by its own.
+_WORDS = {f"--{name.replace('_', '-')}": name for name, declared in DECLARATIONS.items() if declared.text is not None}
 
 
 def add_arguments(commands: Any) -> None:
@@ -25,10 +26,9 @@ def add_arguments(commands: Any) -> None:
         "the ranks, and a rank that fails, or for which others wait, is named. Exit code: the script's own, 1 where a "
         "rank has failed, 2 where nothing could be started.",
     )
-    for name, declared in DECLARATIONS.items():
-        if declared.text is not None:
-            words = [*_SHORT.get(name, []), f"--{name.replace('_', '-')}"]
-            parser.add_argument(*words, metavar="X", help=declared.line.replace("%", "%%"))
+    for word, name in _WORDS.items():
+        short = ["-n"] if name == "nprocs" else []
+        parser.add_argument(*short, word, metavar="X", help=DECLARATIONS[name].line.replace("%", "%%"))
     add_script(parser, ", which finds its process group made: one with torch's init_process_group() is for torchrun")
     parser.set_defaults(run=lambda given: run(_told_apart(given, parser)))
 
@@ -39,7 +39,7 @@ def _told_apart(given: argparse.Namespace, parser: argparse.ArgumentParser) -> a
     Raises:
         OptionError: it cannot be told whose an option behind the script is.
     """
-    words, ours = list(given.arguments), {"-n", *(f"--{name.replace('_', '-')}" for name in DECLARATIONS)}
+    words, ours = list(given.arguments), {"-n", *_WORDS}
     own = words[: words.index("--")] if "--" in words else words
     found = [word for word in own if word.partition("=")[0] in ours or re.fullmatch(r"-n\d+", word)]
     if not found:
@@ -61,9 +61,9 @@ def run(given: argparse.Namespace) -> int:
     """
     if not Path(given.script).is_file():
         raise OptionError(f"there is no script {given.script}")
-    words, texts = arguments_of_script(given), {name: getattr(given, name, None) for name in DECLARATIONS}
+    words, texts = arguments_of_script(given), vars(given)
     options: dict[str, Any] = {
-        name: from_text(f"--{name}", name, text) for name, text in texts.items() if text is not None
+        name: from_text(word, name, texts[name]) for word, name in _WORDS.items() if texts[name] is not None
     }
     call = distributed(as_main).options(**options)
     try:

@@ -52,10 +52,10 @@ def _assignment(plan: Assignment, folder: str, attempt: int) -> Assignment:
 
 
 def _tell_of_restart(before: OutcomeFolder, attempt: int) -> None:
-    cause, why = (
-        first_cause(outcome for outcome, _ in before.read()),
-        "a rank, or a node, died without raising an exception",
+    cause = first_cause(outcome for outcome, _ in before.read())
+    why = (
+        f"rank {cause.rank} on {cause.host} raised {cause.text}"
+        if cause is not None and not cause.secondary
+        else "a rank, or a node, died without raising an exception"
     )
-    if cause is not None and not cause.secondary:
-        why = f"rank {cause.rank} on {cause.host} raised {cause.text}"
     say(f"restart {attempt} of at most {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}: {why}")
