@@ -41,14 +41,14 @@ ROWS = {
     "protocols": Row(190, 157, 189, ("protocols.py",)),
     "_internals": Row(650, 1263, 1285, ("_internals/",)),  # part 1
     "checkpoint": Row(1200, 2017, 1956, ("checkpoint/",)),  # part 3
-    "cli": Row(650, 1149, 994, ("cli/",)),  # part 3
+    "cli": Row(650, 1148, 993, ("cli/",)),  # part 3
     "comm": Row(1250, 1637, 1666, ("comm/",)),  # part 1
     "convert": Row(2200, 2712, 2434, ("convert/",)),  # with the converter
     "data": Row(1400, 2362, 2230, ("data/",)),  # part 3
     "devices": Row(430, 506, 515, ("devices/",)),  # part 1
     "environments": Row(420, 544, 482, ("environments/",)),  # part 3
     "group": Row(1000, 1592, 1524, ("group/",)),  # part 3
-    "launch": Row(2300, 3622, 3425, ("launch/",)),  # part 3
+    "launch": Row(2300, 3622, 3424, ("launch/",)),  # part 3
     "model": Row(850, 1207, 1207, ("model/",)),  # part 1; the wrapped model
     "model: checks": Row(750, 1039, 997, ("model/checks/",)),  # part 1
     "network": Row(540, 764, 748, ("network/",)),  # part 3
